@@ -1,0 +1,1 @@
+"""The engine: target, draft and verifier."""

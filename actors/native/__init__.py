@@ -1,0 +1,1 @@
+"""CPU kernels in C, loaded with ctypes."""

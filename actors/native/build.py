@@ -1,0 +1,115 @@
+"""Compile and load the C kernels that the CPU path uses.
+
+Plain C through ctypes: no PyTorch headers, so a build takes under a second, and the object is
+linked against the OpenMP runtime that torch has already loaded (one thread pool, not two). Built
+objects are cached by source, flags and machine. Without a C compiler `load_kernels` returns None
+and callers use their torch path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("paged_attention.c")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """The functions of paged_attention.c for one (head_dim, block_size).
+
+    Both take raw data pointers; shapes and layouts are in the C file's head comment.
+    """
+
+    head_dim: int
+    block_size: int
+    write_kv: ctypes._NamedFuncPointer
+    paged_attention: ctypes._NamedFuncPointer
+
+
+def cache_dir() -> Path:
+    """Folder for what Paceline builds or converts: `$PACELINE_CACHE` or `~/.cache/paceline`."""
+    return Path(os.environ.get("PACELINE_CACHE", "~/.cache/paceline")).expanduser()
+
+
+def supports(head_dim: int, block_size: int) -> bool:
+    """Whether the vector code can be built for these sizes (multiples of 8, block in partition)."""
+    return head_dim % 8 == 0 and block_size % 8 == 0 and 256 % block_size == 0
+
+
+@lru_cache(maxsize=16)
+def load_kernels(head_dim: int, block_size: int) -> AttentionKernels | None:
+    """The compiled kernels, built on first use, or None when this machine cannot build them."""
+    if not supports(head_dim, block_size):
+        logger.info("no native attention for head_dim=%d block_size=%d", head_dim, block_size)
+        return None
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        logger.warning("no C compiler found: attention runs on torch, slower and not bit-exact "
+                       "across batch shapes; install gcc or clang")
+        return None
+    path = _build(compiler, head_dim, block_size)
+    if path is None:
+        return None
+    torch.get_num_threads()  # torch's OpenMP runtime must be loaded first: ours resolves to it
+    lib = ctypes.CDLL(str(path))
+    lib.write_kv.argtypes = [_P] * 5 + [_I] * 6
+    lib.write_kv.restype = None
+    lib.paged_attention.argtypes = [_P] * 7 + [_I] * 6 + [_F, _F, _I, ctypes.c_int]
+    lib.paged_attention.restype = ctypes.c_int
+    return AttentionKernels(head_dim, block_size, lib.write_kv, lib.paged_attention)
+
+
+def _cpu_identity() -> str:
+    """What `-march=native` depends on, so that a cache on shared storage is not misused."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return platform.machine() + line
+    except OSError:
+        pass
+    return platform.machine() + platform.processor()
+
+
+def _build(compiler: str, head_dim: int, block_size: int) -> Path | None:
+    defines = (f"-DHEAD_DIM={head_dim}", f"-DBLOCK={block_size}")
+    key = hashlib.sha256(
+        b"\0".join(
+            [_SOURCE.read_bytes(), compiler.encode(), _cpu_identity().encode()]
+            + [f.encode() for f in _FLAGS + defines]
+        )
+    ).hexdigest()[:20]
+    folder = cache_dir() / "native"
+    path = folder / f"paged_attention-{key}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    # Built beside the final name and renamed: several processes may start at once.
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as tmp:
+        scratch = Path(tmp.name)
+    command = [compiler, *_FLAGS, *defines, "-o", str(scratch), str(_SOURCE), "-lm"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        scratch.replace(path)
+    except (OSError, subprocess.SubprocessError) as error:
+        scratch.unlink(missing_ok=True)
+        detail = getattr(error, "stderr", "") or str(error)
+        logger.warning("building the native attention failed, using torch: %s", detail.strip()[:400])
+        return None
+    return path

@@ -1,0 +1,277 @@
+/* Paged attention for CPU, float32, one arithmetic path for every query.
+ *
+ * Built once per (HEAD_DIM, BLOCK) pair by actors/native/build.py. The point of writing it
+ * instead of calling SDPA: what one query row computes depends on its own position and nothing
+ * else. Not on how many rows share the call, not on how a prompt was cut into chunks, not on the
+ * number of threads. Speculation changes exactly those things, so this is what makes output with
+ * and without it the same bits.
+ *
+ * How: the keys are cut into partitions of PART positions, counted from position 0. A query's
+ * result is the in-order merge of its partitions, each computed from a fresh accumulator by one
+ * function (`partial`) that always works on LANES queries at a time. Whether partitions run on
+ * several threads or in a loop does not change one operation.
+ *
+ * Layout (f32):
+ *   k_cache [num_blocks, num_kv_heads, HEAD_DIM, BLOCK]   keys transposed: 8 positions a vector
+ *   v_cache [num_blocks, num_kv_heads, BLOCK, HEAD_DIM]
+ *   out     [T, num_heads, HEAD_DIM]
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define W 8      /* floats a vector; gcc and clang lower it to what the machine has */
+#define LANES 4  /* queries handled together, so that a key vector is loaded once for four */
+#define PART 256 /* positions a partition; a multiple of BLOCK */
+#define NB (BLOCK / W)
+#define ND (HEAD_DIM / W)
+#define NEG -1e30f
+
+typedef float vf __attribute__((vector_size(4 * W), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(4 * W), aligned(4)));
+
+static inline vf splat(float x) { return (vf){x, x, x, x, x, x, x, x}; }
+static inline vf vmax(vf a, vf b) {
+  vi m = a > b;
+  return (vf)(((vi)a & m) | ((vi)b & ~m));
+}
+static inline float hmax(vf a) {
+  float r = a[0];
+  for (int i = 1; i < W; i++) r = a[i] > r ? a[i] : r;
+  return r;
+}
+static inline float hsum(vf a) {
+  return ((a[0] + a[4]) + (a[1] + a[5])) + ((a[2] + a[6]) + (a[3] + a[7]));
+}
+
+/* exp for x <= 0: range reduction by ln 2 and a degree-5 polynomial (Cephes expf). Below -87 it
+ * returns 0. Written out so that every lane, full or partial, takes the same path. */
+static inline vf vexp(vf x) {
+  vi low = x < splat(-87.0f);
+  x = vmax(x, splat(-87.0f));
+  vf t = x * splat(1.44269504088896341f) + splat(12582912.0f); /* 1.5 * 2^23: rounds to int */
+  vf n = t - splat(12582912.0f);
+  vf r = x - n * splat(0.693359375f);
+  r = r - n * splat(-2.12194440e-4f);
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + splat(1.3981999507e-3f);
+  p = p * r + splat(8.3334519073e-3f);
+  p = p * r + splat(4.1665795894e-2f);
+  p = p * r + splat(1.6666665459e-1f);
+  p = p * r + splat(5.0000001201e-1f);
+  p = p * r * r + r + splat(1.0f);
+  vi e = ((vi)t - 0x4B400000 + 127) << 23;
+  return (vf)((vi)(p * (vf)e) & ~low);
+}
+static inline float sexp(float x) { return vexp(splat(x))[0]; }
+
+typedef struct {
+  float m, l;
+  vf acc[ND];
+} State;
+
+typedef struct {
+  const float *k_cache, *v_cache;
+  const int32_t *block_row;
+  int64_t num_kv_heads;
+  float scale, softcap;
+  int64_t window; /* 0: none */
+} Ctx;
+
+/* One partition for LANES queries that share a kv head. `pos[i]` is the query's position: it sees
+ * keys in (pos - window, pos]. A padding lane repeats a real one. */
+static __attribute__((noinline)) void partial(const Ctx *c, int64_t kvh, int64_t part,
+                                              const float *const q[LANES],
+                                              const int64_t pos[LANES], State st[LANES]) {
+  int64_t hi = 0, lo = INT64_MAX;
+  for (int i = 0; i < LANES; i++) {
+    st[i].m = NEG;
+    st[i].l = 0.0f;
+    for (int d = 0; d < ND; d++) st[i].acc[d] = splat(0.0f);
+    if (pos[i] + 1 > hi) hi = pos[i] + 1;
+    int64_t first = c->window ? pos[i] - c->window + 1 : 0;
+    if (first < lo) lo = first;
+  }
+  int64_t begin = part * PART, end = begin + PART;
+  if (end > hi) end = hi;
+  if (lo > begin) begin = lo / BLOCK * BLOCK;
+  for (int64_t p0 = begin; p0 < end; p0 += BLOCK) {
+    int64_t base = (int64_t)c->block_row[p0 / BLOCK] * c->num_kv_heads + kvh;
+    const float *k = c->k_cache + base * HEAD_DIM * BLOCK;
+    const float *v = c->v_cache + base * BLOCK * HEAD_DIM;
+    vf s[LANES][NB];
+    for (int i = 0; i < LANES; i++)
+      for (int j = 0; j < NB; j++) s[i][j] = splat(0.0f);
+    for (int d = 0; d < HEAD_DIM; d++) {
+      vf kd[NB];
+      for (int j = 0; j < NB; j++) kd[j] = *(const vf *)(k + d * BLOCK + j * W);
+      for (int i = 0; i < LANES; i++) {
+        vf qd = splat(q[i][d]);
+        for (int j = 0; j < NB; j++) s[i][j] += qd * kd[j];
+      }
+    }
+    for (int i = 0; i < LANES; i++) {
+      int64_t last = pos[i], first = c->window ? last - c->window + 1 : 0;
+      if (p0 > last || p0 + BLOCK <= first) continue;
+      vf mx = splat(NEG);
+      for (int j = 0; j < NB; j++) {
+        s[i][j] *= splat(c->scale);
+        if (c->softcap > 0.0f)
+          for (int w = 0; w < W; w++) s[i][j][w] = c->softcap * tanhf(s[i][j][w] / c->softcap);
+        for (int w = 0; w < W; w++) {
+          int64_t p = p0 + j * W + w;
+          if (p > last || p < first) s[i][j][w] = NEG;
+        }
+        mx = vmax(mx, s[i][j]);
+      }
+      float m = hmax(mx);
+      if (st[i].m > m) m = st[i].m;
+      float alpha = sexp(st[i].m - m);
+      vf sum = splat(0.0f);
+      for (int j = 0; j < NB; j++) {
+        s[i][j] = vexp(s[i][j] - splat(m));
+        sum += s[i][j];
+      }
+      st[i].m = m;
+      st[i].l = st[i].l * alpha + hsum(sum);
+      vf a = splat(alpha);
+      for (int d = 0; d < ND; d++) st[i].acc[d] *= a;
+      /* A block reaching past this query's position holds keys of later rows, or what an earlier
+       * owner left: their weight is 0, but 0 * inf would not be. Stop at the last valid one. */
+      int64_t nv = last - p0 + 1 < BLOCK ? last - p0 + 1 : BLOCK;
+      for (int64_t t = 0; t < nv; t++) {
+        vf w = splat(s[i][t / W][t % W]);
+        const float *vt = v + t * HEAD_DIM;
+        for (int d = 0; d < ND; d++) st[i].acc[d] += w * *(const vf *)(vt + d * W);
+      }
+    }
+  }
+}
+
+static __attribute__((noinline)) void merge(State *total, const State *part) {
+  if (part->l == 0.0f) return; /* this partition lies outside the query's window */
+  float m = total->m > part->m ? total->m : part->m;
+  float a = sexp(total->m - m), b = sexp(part->m - m);
+  total->m = m;
+  total->l = total->l * a + part->l * b;
+  vf va = splat(a), vb = splat(b);
+  for (int d = 0; d < ND; d++) total->acc[d] = total->acc[d] * va + part->acc[d] * vb;
+}
+
+static __attribute__((noinline)) void finish(const State *st, float *out) {
+  vf inv = splat(1.0f / st->l);
+  for (int d = 0; d < ND; d++) *(vf *)(out + d * W) = st->acc[d] * inv;
+}
+
+/* Write the new rows' keys and values into their slots. Strides are in floats. */
+void write_kv(const float *key, const float *value, float *k_cache, float *v_cache,
+              const int64_t *slots, int64_t T, int64_t num_kv_heads, int64_t k_row,
+              int64_t k_head, int64_t v_row, int64_t v_head) {
+  for (int64_t t = 0; t < T; t++) {
+    if (slots[t] < 0) continue; /* a padding row */
+    int64_t block = slots[t] / BLOCK, off = slots[t] % BLOCK;
+    for (int64_t h = 0; h < num_kv_heads; h++) {
+      int64_t base = block * num_kv_heads + h;
+      const float *ks = key + t * k_row + h * k_head;
+      float *kd = k_cache + base * HEAD_DIM * BLOCK + off;
+      for (int d = 0; d < HEAD_DIM; d++) kd[d * BLOCK] = ks[d];
+      memcpy(v_cache + base * BLOCK * HEAD_DIM + off * HEAD_DIM, value + t * v_row + h * v_head,
+             HEAD_DIM * sizeof(float));
+    }
+  }
+}
+
+/* Attention of all query rows of a ragged batch.
+ *   query_start [R + 1], seq_lens [R] (keys of the request, its new rows included),
+ *   block_table [R, max_blocks]. Row j of request r sits at seq_len - q_len + j.
+ * Returns 0, or -1 when scratch memory could not be had. */
+int paged_attention(const float *q, float *out, const float *k_cache, const float *v_cache,
+                    const int32_t *block_table, const int32_t *query_start,
+                    const int32_t *seq_lens, int64_t R, int64_t max_blocks, int64_t num_heads,
+                    int64_t num_kv_heads, int64_t q_row, int64_t q_head, float scale,
+                    float softcap, int64_t window, int threads) {
+  int64_t G = num_heads / num_kv_heads;
+  /* An item is LANES consecutive (row, head-in-group) pairs of one request and kv head. */
+  int64_t num_items = 0, max_parts = 1;
+  for (int64_t r = 0; r < R; r++) {
+    int64_t qn = (int64_t)(query_start[r + 1] - query_start[r]) * G;
+    num_items += (qn + LANES - 1) / LANES * num_kv_heads;
+    int64_t parts = ((int64_t)seq_lens[r] + PART - 1) / PART;
+    if (parts > max_parts) max_parts = parts;
+  }
+  if (num_items == 0) return 0;
+  int32_t(*items)[3] = malloc(num_items * sizeof(*items));
+  if (!items) return -1;
+  int64_t n = 0;
+  for (int64_t r = 0; r < R; r++) {
+    int64_t qn = (int64_t)(query_start[r + 1] - query_start[r]) * G;
+    for (int64_t h = 0; h < num_kv_heads; h++)
+      for (int64_t g = 0; g < qn; g += LANES) {
+        items[n][0] = (int32_t)r;
+        items[n][1] = (int32_t)h;
+        items[n++][2] = (int32_t)g;
+      }
+  }
+  /* Few items and long sequences: hand out partitions to the threads, merge afterwards. Else every
+   * item walks its own partitions. The same `partial` and `merge` calls happen either way. */
+  int split = max_parts > 1 && num_items < 4 * threads;
+  State *scratch = NULL;
+  if (split) {
+    scratch = aligned_alloc(64, ((size_t)num_items * max_parts * LANES * sizeof(State) + 63) / 64 * 64);
+    if (!scratch) {
+      free(items);
+      return -1;
+    }
+  }
+  int64_t work = split ? num_items * max_parts : num_items;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (work > 1 && threads > 1)
+  for (int64_t w = 0; w < work; w++) {
+    int64_t it = split ? w / max_parts : w;
+    int64_t r = items[it][0], h = items[it][1], g0 = items[it][2];
+    int64_t start = query_start[r], qlen = query_start[r + 1] - start, qn = qlen * G;
+    int64_t parts = ((int64_t)seq_lens[r] + PART - 1) / PART;
+    Ctx c = {k_cache, v_cache, block_table + r * max_blocks, num_kv_heads, scale, softcap, window};
+    const float *qp[LANES];
+    int64_t pos[LANES];
+    for (int i = 0; i < LANES; i++) {
+      int64_t g = g0 + i < qn ? g0 + i : qn - 1;
+      qp[i] = q + (start + g / G) * q_row + (h * G + g % G) * q_head;
+      pos[i] = seq_lens[r] - qlen + g / G;
+    }
+    if (split) {
+      int64_t part = w % max_parts;
+      if (part < parts) partial(&c, h, part, qp, pos, scratch + w * LANES);
+    } else {
+      State total[LANES], st[LANES];
+      for (int64_t part = 0; part < parts; part++) {
+        partial(&c, h, part, qp, pos, st);
+        for (int i = 0; i < LANES; i++) {
+          if (part == 0) total[i] = st[i];
+          else merge(&total[i], &st[i]);
+        }
+      }
+      for (int i = 0; i < LANES && g0 + i < qn; i++)
+        finish(&total[i], out + ((start + (g0 + i) / G) * num_heads + h * G + (g0 + i) % G) * HEAD_DIM);
+    }
+  }
+  if (split) {
+    for (int64_t it = 0; it < num_items; it++) {
+      int64_t r = items[it][0], h = items[it][1], g0 = items[it][2];
+      int64_t start = query_start[r], qn = (query_start[r + 1] - start) * G;
+      int64_t parts = ((int64_t)seq_lens[r] + PART - 1) / PART;
+      for (int i = 0; i < LANES && g0 + i < qn; i++) {
+        State total = scratch[(it * max_parts) * LANES + i];
+        for (int64_t part = 1; part < parts; part++)
+          merge(&total, &scratch[(it * max_parts + part) * LANES + i]);
+        finish(&total, out + ((start + (g0 + i) / G) * num_heads + h * G + (g0 + i) % G) * HEAD_DIM);
+      }
+    }
+    free(scratch);
+  }
+  free(items);
+  return 0;
+}

@@ -1,0 +1,1 @@
+"""The outside: Serve application, OpenAI surface, CLI."""

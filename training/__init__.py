@@ -1,0 +1,1 @@
+"""Offline: train, convert and package drafters."""
