@@ -1,0 +1,43 @@
+"""``AppArgs``: the args of one Serve application, engine settings plus what only serving needs."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field
+
+from specconfig.engine_args import EngineArgs
+
+
+class AppArgs(EngineArgs):
+    """Args of ``import_path: deploy.app:build``. A superset of ``EngineArgs``."""
+
+    num_replicas: int = Field(default=1, ge=1, description="Engine replicas behind the router.")
+    num_ingress_replicas: int = Field(default=1, ge=1, description="HTTP/gRPC front replicas.")
+    max_ongoing_requests: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests in one replica, running and queued; None = derived.",
+    )
+    api_keys_env: str | None = Field(
+        default=None, description="Environment variable with comma-separated API keys; None = open."
+    )
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds until a request is cancelled; None = never."
+    )
+    stream_interval_tokens: int = Field(
+        default=1, ge=1, description="Least tokens per streamed chunk, except the last."
+    )
+
+    @property
+    def resolved_max_ongoing_requests(self) -> int:
+        """Per-replica concurrency given to Serve: what runs plus what may queue."""
+        if self.max_ongoing_requests is not None:
+            return self.max_ongoing_requests
+        return self.max_num_seqs + self.max_num_queued_requests
+
+    @property
+    def ingress_max_ongoing_requests(self) -> int:
+        """Per-ingress concurrency that can fill every engine replica."""
+        total = self.resolved_max_ongoing_requests * self.num_replicas
+        return math.ceil(total / self.num_ingress_replicas)

@@ -1,0 +1,186 @@
+"""Layer three of resolution: the draft's own model config and parallel layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specconfig.errors import ConfigError
+from specconfig.facts import load_facts, text_section
+from specconfig.model import ModelConfig, ParallelConfig
+from specconfig.model_facts import declared_length, is_moe, model_config, rope_types
+
+if TYPE_CHECKING:
+    from specconfig.resolution import Resolution
+    from specconfig.speculators.draft_model import CheckpointSpeculatorConfig
+
+CACHE_ONLY_ROPE = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
+"""RoPE types whose length only sizes a table; growing it changes no frequency."""
+
+_PREFIX = "speculative_config"
+
+
+def load_draft(res: Resolution) -> dict[str, Any]:
+    """Draft config after format conversion, the MTP rewrite and the target's transform."""
+    if res.draft_hf is not None:
+        return res.draft_hf
+    from specconfig.formats.speculators import convert_if_speculators
+    from specconfig.mtp_families import rewrite
+
+    res.require_target()
+    model = str(res.values["model"])
+    hf = load_facts(res.facts, model, res.values["revision"], f"{_PREFIX}.model")
+    hf = convert_if_speculators(hf, model)
+    if res.method != "dspark":
+        # DSpark layers sit in the same checkpoints as MTP modules; the rewrite would hide them.
+        rewrite(hf)
+    if res.target_transform is not None:
+        # A callable is a run-time switch meant for both models; dict overrides patch the target's
+        # structure and must not reach the draft.
+        hf = dict(res.target_transform(hf))
+    res.draft_hf = hf
+    return hf
+
+
+def build_draft(res: Resolution, cls: type[CheckpointSpeculatorConfig]) -> None:
+    """Fill ``res.draft``, ``res.draft_parallel`` and K for a checkpoint drafter."""
+    target = res.require_target()
+    hf = load_draft(res)
+    cls.adapt(res, hf)
+    resolve_num_tokens(res, cls, hf)
+    derived = declared_length(hf) or target.max_model_len
+    lift_positions(res, cls, hf, target)
+    limit = _draft_max_model_len(res, derived, target)
+    own_tokenizer = bool(res.values["use_heterogeneous_vocab"])
+    model = str(res.values["model"])
+    revision = res.values["revision"]
+    res.draft = model_config(
+        hf,
+        model=model,
+        tokenizer=model if own_tokenizer else target.tokenizer,
+        # The tokenizer's revision follows the tokenizer: the target's with the target's.
+        tokenizer_revision=revision if own_tokenizer else target.tokenizer_revision,
+        revision=revision,
+        code_revision=res.values["code_revision"],
+        dtype=target.dtype,
+        seed=target.seed,
+        quantization=res.values["quantization"],
+        field=f"{_PREFIX}.model",
+        max_model_len=None,
+        derived_max_model_len=max(derived, limit),
+    ).model_copy(update={"max_model_len": limit, "derived_max_model_len": derived})
+    res.draft_parallel = draft_parallel(res, res.draft, target)
+
+
+def lift_positions(
+    res: Resolution, cls: type[CheckpointSpeculatorConfig], hf: dict[str, Any], target: ModelConfig
+) -> None:
+    """Grow the draft's position table to the target's length where that is only a table."""
+    text = text_section(hf)
+    safe = set(rope_types(hf)) <= CACHE_ONLY_ROPE
+    res.draft_shares_target_positions = cls.may_share_target_positions and safe
+    old = text.get("max_position_embeddings")
+    if not res.draft_shares_target_positions or old is None or old >= target.max_model_len:
+        return
+    owner = next((s for s in hf.values() if isinstance(s, dict) and s == text), hf)
+    owner["max_position_embeddings"] = target.max_model_len
+    res.log.note(
+        f"{_PREFIX}.draft_model_config.max_position_embeddings",
+        target.max_model_len,
+        "target",
+        f"drafts at the target's positions; RoPE type allows growing {old}",
+    )
+
+
+def resolve_num_tokens(
+    res: Resolution, cls: type[CheckpointSpeculatorConfig], hf: dict[str, Any]
+) -> None:
+    """K from the user, else from the checkpoint; both must fit together."""
+    wanted = res.values["num_speculative_tokens"]
+    declared, origin = cls.checkpoint_tokens(hf)
+    if wanted is None:
+        if declared is None:
+            raise cls.missing_tokens(res)
+        res.values["num_speculative_tokens"] = declared
+        res.log.note(f"{_PREFIX}.num_speculative_tokens", declared, "checkpoint", origin)
+        return
+    if cls.tokens_repeat_modules and declared and wanted > declared and wanted % declared:
+        raise ConfigError(
+            f"{_PREFIX}.num_speculative_tokens",
+            wanted,
+            f"up to {declared}, or a multiple of {declared} ({origin})",
+            f"use {declared} or {declared * -(-wanted // declared)}",
+            message=f"num_speculative_tokens={wanted} must be divisible by n_predict={declared}",
+        )
+
+
+def _draft_max_model_len(res: Resolution, derived: int, target: ModelConfig) -> int:
+    wanted: int | None = res.values["max_model_len"]
+    if wanted is None:
+        return min(derived, target.max_model_len)
+    if wanted > derived:
+        raise ConfigError(
+            f"{_PREFIX}.max_model_len",
+            wanted,
+            f"at most {derived}, the length draft model {res.values['model']!r} declares",
+            f"lower it to {derived} or less",
+        )
+    if wanted > target.max_model_len:
+        raise ConfigError(
+            f"{_PREFIX}.max_model_len",
+            wanted,
+            f"at most {target.max_model_len}, the target's max_model_len",
+            f"lower it to {target.max_model_len} or less",
+        )
+    return wanted
+
+
+def draft_tensor_parallel_size(res: Resolution) -> int:
+    """1 or the target's degree: both models share one GPU group, split alike or not at all."""
+    wanted: int | None = res.values["draft_tensor_parallel_size"]
+    target_tp = res.parallel.tensor_parallel_size
+    if wanted is None:
+        res.log.note(f"{_PREFIX}.draft_tensor_parallel_size", target_tp, "target", "as the target")
+        res.values["draft_tensor_parallel_size"] = target_tp
+        return target_tp
+    if wanted not in (1, target_tp):
+        allowed = "1" if target_tp == 1 else f"1 or {target_tp}"
+        raise ConfigError(
+            f"{_PREFIX}.draft_tensor_parallel_size",
+            wanted,
+            f"{allowed} (target tensor_parallel_size={target_tp})",
+            "set it to 1 to run the drafter unsplit, or remove it to follow the target",
+        )
+    return wanted
+
+
+def draft_parallel(res: Resolution, draft: ModelConfig, target: ModelConfig) -> ParallelConfig:
+    """Draft layout: TP rule, and experts spread only when the final draft config has experts."""
+    degree = draft_tensor_parallel_size(res)
+    check_heads(draft, degree, f"{_PREFIX}.draft_tensor_parallel_size", "draft")
+    expert_parallel = res.parallel.enable_expert_parallel and is_moe(draft.hf_config)
+    if res.parallel.enable_expert_parallel:
+        res.log.note(
+            f"{_PREFIX}.draft_parallel_config.enable_expert_parallel",
+            expert_parallel,
+            "target",
+            "the draft is MoE" if expert_parallel else "the draft has no experts to spread",
+        )
+    return ParallelConfig(
+        tensor_parallel_size=degree,
+        enable_expert_parallel=expert_parallel,
+        placement=res.parallel.placement,
+    )
+
+
+def check_heads(model: ModelConfig, degree: int, field: str, role: str) -> None:
+    """Attention heads must split evenly over the ranks."""
+    heads = model.num_attention_heads
+    if heads % degree:
+        raise ConfigError(
+            field,
+            degree,
+            f"a divisor of the {role} model's {heads} attention heads",
+            f"use one of {[d for d in range(1, heads + 1) if heads % d == 0]}",
+            message=f"{role} model {model.model!r}: {heads} attention heads must be divisible by "
+            f"tensor parallel size {degree}",
+        )

@@ -1,0 +1,136 @@
+"""Where facts about a checkpoint come from, and how they become a ``ModelConfig``.
+
+Facts are the ``config.json`` dict of a checkpoint (GGUF headers are translated to the same keys).
+Nothing else is read, and no weight is opened. Tests and callers may inject their own source.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specconfig.errors import FactsUnavailable
+
+Facts = dict[str, Any]
+FactsSource = Callable[[str, str | None], Mapping[str, Any]]
+
+GENERATION_KEY = "__generation_config__"
+"""Extra key under which a source may return generation_config.json (for its eos ids)."""
+
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
+
+
+def text_section(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Language part of a possibly nested config; never a copy of a flat one."""
+    thinker = hf.get("thinker_config")
+    if isinstance(thinker, Mapping):
+        return text_section(thinker)
+    for name in _TEXT_SECTIONS:
+        section = hf.get(name)
+        if isinstance(section, Mapping) and section:
+            return dict(section)
+    return hf if isinstance(hf, dict) else dict(hf)
+
+
+def expand(path: str) -> str:
+    """``~`` and environment variables expanded, as a shell would."""
+    return os.path.expanduser(os.path.expandvars(path))
+
+
+def _read_json(path: Path, model: str) -> Facts:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FactsUnavailable(
+            "model",
+            model,
+            "a directory with a readable config.json",
+            f"repair {path.name}: {error}",
+        ) from error
+    if not isinstance(loaded, dict):
+        raise FactsUnavailable("model", model, "a config.json that holds an object", "")
+    return loaded
+
+
+def _read_directory(directory: Path, model: str) -> Facts:
+    facts = _read_json(directory / "config.json", model)
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        facts[GENERATION_KEY] = _read_json(generation, model)
+    return facts
+
+
+def _read_hub(model: str, revision: str | None) -> Facts:
+    # Imported here: the hub client is only needed for ids that are not local.
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    def one(filename: str) -> Path | None:
+        cached = try_to_load_from_cache(model, filename, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        try:
+            return Path(hf_hub_download(model, filename, revision=revision))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
+            return None
+
+    try:
+        config = one("config.json")
+    except HFValidationError as error:
+        raise FactsUnavailable(
+            "model",
+            model,
+            "a local directory, a .gguf file or a hub id 'org/name'",
+            f"check the path: it does not exist here ({error})",
+        ) from error
+    if config is None:
+        raise FactsUnavailable(
+            "model",
+            model,
+            "a local directory, a .gguf file or a reachable hub id with config.json",
+            "check the path or the network, or download the model first",
+        )
+    facts = _read_json(config, model)
+    # A missing generation config is normal; the eos ids then come from config.json.
+    generation = one("generation_config.json")
+    if generation is not None:
+        facts[GENERATION_KEY] = _read_json(generation, model)
+    return facts
+
+
+def default_facts(model: str, revision: str | None) -> Facts:
+    """Facts of a local directory, a GGUF file, or a hub id (local cache first)."""
+    path = Path(expand(model))
+    if path.is_dir():
+        return _read_directory(path, model)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            from specconfig.formats.gguf_header import read_gguf_facts
+
+            return read_gguf_facts(path)
+        raise FactsUnavailable(
+            "model",
+            model,
+            "a directory with config.json, a .gguf file, or a hub id",
+            "point at the directory that holds config.json",
+        )
+    if model.startswith(("/", ".", "~", "$")):
+        raise FactsUnavailable("model", model, "an existing path", "check the path")
+    return _read_hub(model, revision)
+
+
+def load_facts(source: FactsSource | None, model: str, revision: str | None, field: str) -> Facts:
+    """A private, mutable copy of a model's facts; errors name ``field``."""
+    read = source or default_facts
+    try:
+        return copy.deepcopy(dict(read(model, revision)))
+    except FactsUnavailable as error:
+        raise FactsUnavailable(field, model, error.allowed, error.fix) from error
+    except KeyError as error:
+        raise FactsUnavailable(
+            field, model, "a model the facts source knows", f"the source has no entry {error}"
+        ) from error

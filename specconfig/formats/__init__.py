@@ -1,0 +1,1 @@
+"""Checkpoint formats that are not a plain Hugging Face config."""

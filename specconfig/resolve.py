@@ -1,0 +1,162 @@
+"""From ``EngineArgs`` to ``EngineConfig``: the target first, then speculation, then budgets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from specconfig.decisions import DecisionLog
+from specconfig.draft import check_heads
+from specconfig.engine import EngineConfig
+from specconfig.engine_args import EngineArgs, merge_flags
+from specconfig.errors import ConfigError
+from specconfig.facts import FactsSource, expand, load_facts
+from specconfig.model import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    SchedulerConfig,
+)
+from specconfig.model_facts import merge_overrides, model_config
+from specconfig.resolution import HfTransform
+from specconfig.speculative import SpeculativeConfig
+
+
+def resolve_engine(args: EngineArgs, facts: FactsSource | None = None) -> EngineConfig:
+    """Resolve all sections. Pure: the same arguments and facts give an equal plan."""
+    from specconfig.formats.speculators import serve_speculators_model
+
+    log = DecisionLog()
+    model = _locate(args.model)
+    hf = load_facts(facts, model, args.revision, "model")
+    plan = serve_speculators_model(args, model, hf, log)
+    if plan is not None:
+        model, tokenizer, revision = plan.target, plan.target, None
+        given: dict[str, Any] | None = plan.speculative
+        hf = load_facts(facts, model, None, "speculators_config.verifier.name_or_path")
+    else:
+        tokenizer, revision = _locate(args.tokenizer or model), args.revision
+        given = merge_flags(args)
+    transform = args.hf_overrides if callable(args.hf_overrides) else None
+    target = _target(args, hf, model, tokenizer, revision, log)
+    parallel = _parallel(args, target)
+    speculative = None
+    if given is not None:
+        given = _locate_draft(given)
+        speculative = SpeculativeConfig.resolve(
+            given,
+            target=target,
+            parallel=parallel,
+            facts=facts,
+            log=log,
+            target_transform=transform,
+        )
+    config = EngineConfig(
+        model=target,
+        cache=CacheConfig(
+            block_size=args.block_size,
+            kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enable_prefix_caching=args.enable_prefix_caching,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            enable_chunked_prefill=args.enable_chunked_prefill,
+            max_num_queued_requests=args.max_num_queued_requests,
+        ),
+        parallel=parallel,
+        runtime=RuntimeConfig(
+            device=args.device,
+            batch_invariant=args.batch_invariant,
+            compile_layers=args.compile_layers,
+            num_threads=args.num_threads,
+            target_gpu_fraction=args.target_gpu_fraction,
+            draft_gpu_fraction=args.draft_gpu_fraction,
+            max_logprobs=args.max_logprobs,
+            served_model_name=args.served_model_name or args.model,
+        ),
+        speculative=speculative,
+    )
+    from specconfig.budgets import check_budgets
+
+    check_budgets(config, log)
+    return config.model_copy(
+        update={"decisions": tuple(log.decisions), "warnings": tuple(log.warnings)}
+    )
+
+
+def _locate(model: str) -> str:
+    """Expanded path when it exists; otherwise the text as written (a hub id)."""
+    path = expand(model)
+    return path if os.path.exists(path) else model
+
+
+def _locate_draft(given: Mapping[str, Any]) -> dict[str, Any]:
+    located = dict(given)
+    if isinstance(located.get("model"), str):
+        located["model"] = _locate(located["model"])
+    return located
+
+
+def _target(
+    args: EngineArgs,
+    hf: dict[str, Any],
+    model: str,
+    tokenizer: str,
+    revision: str | None,
+    log: DecisionLog,
+) -> ModelConfig:
+    overrides: dict[str, Any] | None = None
+    if isinstance(args.hf_overrides, dict):
+        overrides = args.hf_overrides
+        merge_overrides(hf, overrides)
+        log.note("model.hf_config", sorted(overrides), "given", "patched by hf_overrides")
+    elif args.hf_overrides is not None:
+        transform: HfTransform = args.hf_overrides
+        name = getattr(transform, "__qualname__", repr(transform))
+        overrides = {"callable": name}
+        hf = dict(transform(hf))
+        log.note("model.hf_config", name, "given", "rewritten by hf_overrides")
+    target = model_config(
+        hf,
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_revision=args.tokenizer_revision
+        or (revision if args.tokenizer is None else None),
+        revision=revision,
+        dtype=_dtype(args),
+        seed=args.seed,
+        field="model",
+        max_model_len=args.max_model_len,
+        hf_overrides=overrides,
+    )
+    if args.max_model_len is None:
+        log.note("max_model_len", target.max_model_len, "checkpoint", "length the model declares")
+    return target
+
+
+def _dtype(args: EngineArgs) -> Any:
+    # float32 on a CPU whatever the checkpoint says; on 'auto' the launcher settles it.
+    return "float32" if args.dtype == "auto" and args.device == "cpu" else args.dtype
+
+
+def _parallel(args: EngineArgs, target: ModelConfig) -> ParallelConfig:
+    check_heads(target, args.tensor_parallel_size, "tensor_parallel_size", "target")
+    if args.enable_expert_parallel and not target.is_moe:
+        raise ConfigError(
+            "enable_expert_parallel",
+            True,
+            f"false for {target.model!r}, which has no experts",
+            "remove enable_expert_parallel",
+        )
+    return ParallelConfig(
+        tensor_parallel_size=args.tensor_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
+        placement=args.placement,
+        dynamic_k_dp_policy=args.dynamic_k_dp_policy,
+    )
