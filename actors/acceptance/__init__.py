@@ -1,0 +1,1 @@
+"""Acceptance: pure functions from row statistics and drafts to a verdict."""

@@ -1,0 +1,1 @@
+"""The draft side: drafters and the host of a separate draft model."""

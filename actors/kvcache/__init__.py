@@ -1,0 +1,1 @@
+"""KV blocks as the verifier sees them: ids, reference counts, prefix hashes. No tensors here."""

@@ -1,0 +1,1 @@
+"""The verifier: owns requests, schedule, block tables, acceptance, the commit path, the loop."""

@@ -1,0 +1,354 @@
+"""The step loop: schedule, send, deliver what the last step gave, receive, accept, commit, propose.
+
+Output of step n is decoded and delivered while the workers run step n + 1. What one request's
+data does wrong ends that request; only a failing step ends the loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from actors.acceptance.base import AcceptanceMethod, VerifyRows
+from actors.acceptance.exact import accept_exact
+from actors.draft.drafters.base import legal_prefix
+from actors.errors import EngineDead
+from actors.messages import Int32Array, RowStats, token_array
+from actors.protocols import (
+    FinishReason,
+    LookupDrafter,
+    RunOutput,
+    SpeculationStats,
+    StepClient,
+    TokenLogprob,
+)
+from actors.stats import EngineStats
+from actors.verifier.finish import decode_run, end_run
+from actors.verifier.limits import EngineLimits
+from actors.verifier.request import Request, RequestStatus
+from actors.verifier.scheduler import ScheduledRequest, ScheduledStep, Scheduler
+
+
+@dataclass(slots=True)
+class _Emission:
+    """A committed run on its way to the sink. `text` None: still to be decoded."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    accepted: tuple[bool, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    num_output_tokens: int
+    speculation: SpeculationStats
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+class StepLoop:
+    """Drives one replica's steps. Not thread safe: one thread calls everything.
+
+    Args:
+        limits: Of this replica.
+        client: Carries steps to the workers.
+        drafter: A drafter that runs here, or None.
+        stats: Counted into.
+        accept: Acceptance method, a pure function.
+        step_timeout_s: After this a step counts as lost.
+        generation: Of the worker group; frames of older generations are void.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        client: StepClient,
+        drafter: LookupDrafter | None = None,
+        stats: EngineStats | None = None,
+        accept: AcceptanceMethod = accept_exact,
+        step_timeout_s: float = 60.0,
+        generation: int = 0,
+    ) -> None:
+        self._limits = limits
+        self._client = client
+        self._drafter = drafter
+        self.stats = stats if stats is not None else EngineStats()
+        self.scheduler = Scheduler(limits, self.stats)
+        self._accept = accept
+        self._step_timeout_s = step_timeout_s
+        self._generation = generation
+        self._outbox: list[_Emission] = []
+        self.draft_lost: str | None = None
+        self.last_step_s = time.monotonic()
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def step(self) -> bool:
+        """Run one step. False when there was nothing to run; all output is delivered then.
+
+        Raises:
+            EngineDead: the step was lost. Requests in flight are the caller's to `fail_all`.
+        """
+        step = self.scheduler.schedule(self._generation)
+        if step is None:
+            self.deliver()
+            return False
+        started = time.monotonic()
+        self._client.send(step.plan)
+        self.deliver()
+        result = self._client.recv(self._step_timeout_s)
+        self._take(step, result)
+        self.last_step_s = time.monotonic()
+        self.stats.num_steps += 1
+        self.stats.step_time_s.observe(self.last_step_s - started)
+        self.stats.forward_time_s.observe(result.forward_ms / 1e3)
+        if step.plan.draft:
+            self.stats.draft_time_s.observe(result.draft_ms / 1e3)
+        return True
+
+    def abort(self, request: Request, error: str | None = None) -> None:
+        """End a request now; its blocks are free when this returns."""
+        if request.status is RequestStatus.FINISHED:
+            return
+        self._leave(request)
+        self._count_end("abort" if error is None else "error")
+        self._outbox.append(_closing(request, error))
+
+    def fail_all(self, error: str) -> None:
+        """End every request with `error`, and deliver."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.abort(request, error)
+        self.deliver()
+
+    def restore_draft(self) -> None:
+        """A rebuilt draft model, with empty KV, answers from the next step on."""
+        self.draft_lost = None
+        self.scheduler.restore_draft()
+
+    # --- result of a step -------------------------------------------------------------------
+
+    def _take(self, step: ScheduledStep, result: RowStats) -> None:
+        if result.step != step.plan.step:
+            raise EngineDead(f"step {step.plan.step} was answered with step {result.step}")
+        if result.draft_lost is not None and self.scheduler.has_draft:
+            self.draft_lost = result.draft_lost
+            self.stats.num_draft_losses += 1
+            self.scheduler.lose_draft()
+        num_drafts, draft_ids = self._collect_drafts(step, result)
+        verifying = [i for i, part in enumerate(step.scheduled) if part.has_logits]
+        counts = token_array([num_drafts[i] for i in verifying])
+        num_rows = int(counts.sum()) + len(verifying)
+        if num_rows != len(result.sampled):
+            raise EngineDead(
+                f"step {step.plan.step}: {len(result.sampled)} rows came back, {num_rows} expected"
+            )
+        accepted: list[int] = []
+        next_token: list[int] = []
+        if verifying:
+            verdict = self._accept(VerifyRows(result.sampled, draft_ids, counts))
+            accepted = verdict.num_accepted.tolist()
+            next_token = verdict.next_token.tolist()
+        drafts = draft_ids.tolist()
+
+        verified = 0  # requests with logits so far, and their rows and drafts
+        row = 0
+        first_draft = 0
+        for part, k in zip(step.scheduled, num_drafts, strict=True):
+            run: list[int] = []
+            num_accepted = 0
+            first_row = row
+            if part.has_logits:
+                num_accepted = accepted[verified]
+                run = drafts[first_draft : first_draft + num_accepted]
+                run.append(next_token[verified])
+                verified += 1
+                row += k + 1
+                first_draft += k
+            request = part.request
+            try:
+                self._commit(part, run, k, num_accepted, result, first_row)
+            except Exception as error:
+                self.abort(request, f"request {request.params.request_id}: {error!r}")
+                continue
+            if run and request.status is RequestStatus.RUNNING:
+                self._propose(request)
+
+    def _collect_drafts(
+        self, step: ScheduledStep, result: RowStats
+    ) -> tuple[list[int], Int32Array]:
+        """Drafts that were verified: their number per scheduled request, and all ids."""
+        if not step.plan.draft:
+            ids = [part.request.drafts[: part.num_drafts] for part in step.scheduled]
+            counts = [part.num_drafts for part in step.scheduled]
+            return counts, np.concatenate(ids) if ids else token_array([])
+        if result.drafts is None:
+            return [0] * len(step.scheduled), token_array([])
+        given = iter(result.drafts.counts.tolist())
+        counts = [next(given, 0) if part.num_drafts else 0 for part in step.scheduled]
+        return counts, result.drafts.token_ids
+
+    def _commit(
+        self,
+        part: ScheduledRequest,
+        run: list[int],
+        num_drafts: int,
+        num_accepted: int,
+        result: RowStats,
+        first_row: int,
+    ) -> None:
+        request = part.request
+        if not run:
+            self.scheduler.commit(part, 0, 0)
+            return
+        end = end_run(request.rules, request.num_output_tokens, run, request.text)
+        kept = run[: end.num_tokens]
+        num_kept_drafts = min(num_accepted, end.num_tokens)
+        logprobs = None
+        if request.params.num_logprobs >= 0:
+            logprobs = _logprobs(result, first_row, kept, request.params.num_logprobs)
+        request.append(kept)
+        request.counts.observe(num_drafts, num_kept_drafts)
+        self.stats.num_output_tokens += len(kept)
+        self.stats.observe_drafts(num_drafts, num_kept_drafts)
+        self.scheduler.commit(part, num_accepted, num_drafts)
+        if end.finish_reason is not None:
+            self._leave(request)
+            self._count_end(end.finish_reason.value)
+        self._outbox.append(
+            _Emission(
+                request,
+                tuple(kept),
+                (True,) * num_kept_drafts + (False,) * (len(kept) - num_kept_drafts),
+                logprobs,
+                request.num_output_tokens,
+                request.counts.snapshot(),
+                end.text,
+                end.finish_reason,
+                end.stop_reason,
+            )
+        )
+
+    def _propose(self, request: Request) -> None:
+        """Ask the lookup drafter for the next step's drafts. Its failure costs speed only."""
+        if self._drafter is None:
+            return
+        k = self.scheduler.num_drafts_allowed(request, self.scheduler.num_drafts_for_batch())
+        if k == 0:
+            return
+        try:
+            drafts = self._drafter.propose(request.number, request.token_ids, k)
+            request.drafts = legal_prefix(drafts, k, self._limits.vocab_size)
+            if len(request.drafts) < min(len(drafts), k):
+                self.stats.num_drafter_failures += 1
+        except Exception:
+            self.stats.num_drafter_failures += 1
+            request.drop_drafts()
+            self._forget(request)
+
+    def _leave(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        if self._drafter is None:
+            return
+        try:
+            self._drafter.forget(request.number)
+        except Exception:
+            self.stats.num_drafter_failures += 1
+
+    def _count_end(self, reason: str) -> None:
+        self.stats.num_requests[reason] += 1
+
+    # --- delivery ---------------------------------------------------------------------------
+
+    def deliver(self) -> None:
+        """Decode what is committed and hand it to the sinks."""
+        if not self._outbox:
+            return
+        outbox, self._outbox = self._outbox, []
+        now = time.monotonic()
+        for emission in outbox:
+            request = emission.request
+            try:
+                self._observe_latency(request, emission, now)
+                request.sink(_output(emission))
+            except Exception as error:
+                # A sink or a decoder that fails is that request's own trouble. If it still runs
+                # it ends here; its closing output is the last attempt to reach the sink.
+                if emission.error is None:
+                    message = f"request {request.params.request_id}: {error!r}"
+                    if request.status is not RequestStatus.FINISHED:
+                        self.abort(request, message)
+                    elif emission.finish_reason is not None:
+                        self._outbox.append(_closing(request, message))
+        if self._outbox:
+            self.deliver()
+
+    def _observe_latency(self, request: Request, emission: _Emission, now: float) -> None:
+        num_tokens = len(emission.token_ids)
+        if num_tokens:
+            if request.first_token_s is None:
+                request.first_token_s = now
+                self.stats.time_to_first_token_s.observe(now - request.arrival_s)
+            else:
+                gap = now - request.last_token_s
+                self.stats.inter_token_latency_s.observe(gap / num_tokens, num_tokens)
+            request.last_token_s = now
+        if emission.finish_reason is not None:
+            self.stats.request_latency_s.observe(now - request.arrival_s)
+
+
+def _closing(request: Request, error: str | None) -> _Emission:
+    return _Emission(
+        request,
+        (),
+        (),
+        () if request.params.num_logprobs >= 0 else None,
+        request.num_output_tokens,
+        request.counts.snapshot(),
+        text="",
+        finish_reason=FinishReason.ABORT,
+        error=error,
+    )
+
+
+def _logprobs(
+    result: RowStats, first_row: int, token_ids: Sequence[int], num_top: int
+) -> tuple[TokenLogprob, ...]:
+    items = []
+    for row, token_id in enumerate(token_ids, first_row):
+        top: tuple[tuple[int, float], ...] = ()
+        if num_top > 0:
+            ids = result.top_ids[row, :num_top].tolist()
+            top = tuple(zip(ids, result.top_logprobs[row, :num_top].tolist(), strict=True))
+        items.append(TokenLogprob(token_id, float(result.logprobs[row]), top))
+    return tuple(items)
+
+
+def _output(emission: _Emission) -> RunOutput:
+    request = emission.request
+    text = emission.text
+    if text is None:
+        text = ""
+        if request.text is not None:
+            text = decode_run(
+                request.rules, emission.token_ids, emission.finish_reason, request.text
+            )
+    return RunOutput(
+        request_id=request.params.request_id,
+        token_ids=emission.token_ids,
+        text=text,
+        accepted=emission.accepted,
+        logprobs=emission.logprobs,
+        num_prompt_tokens=request.prompt_len,
+        num_cached_tokens=request.num_cached_tokens or 0,
+        num_output_tokens=emission.num_output_tokens,
+        finish_reason=emission.finish_reason,
+        stop_reason=emission.stop_reason,
+        speculation=emission.speculation,
+        error=emission.error,
+    )
