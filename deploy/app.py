@@ -1,0 +1,100 @@
+"""`serve run` entry: `import_path: deploy.app:build`, `args:` as in `AppArgs`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+from ray import serve
+from ray.serve import Application
+
+from deploy.engine import Engine
+from deploy.engine_client import HandleEngineClient
+from deploy.facts import ServedModel
+from specconfig.app_args import AppArgs
+
+ENGINE_NAME: Final = "Engine"
+INGRESS_NAME: Final = "Ingress"
+# Answers run for minutes; a replica that drains must be given that long to finish them.
+DRAIN_S: Final = 600.0
+# /health, /metrics and /v1/models must get through while every engine slot is taken.
+_INGRESS_HEADROOM: Final = 64
+
+
+class Ingress:
+    """The HTTP front: no model, no KV. Any number of replicas."""
+
+    def __init__(self, engine: Any, args: AppArgs) -> None:
+        # Imported here: the driver and the Serve controller only build the app.
+        from deploy.openai.service import OpenAIService, ServiceOptions
+        from deploy.text import TextProcessor
+
+        served = ServedModel.of(args.resolve())
+        self._service = OpenAIService(
+            HandleEngineClient(engine),
+            TextProcessor.load(served.tokenizer, served.tokenizer_revision),
+            served,
+            ServiceOptions(args.request_timeout_s, args.stream_interval_tokens),
+        )
+        self._keys = api_keys(args.api_keys_env)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        from deploy.openai.ingress import create_app
+
+        return create_app(self._service, self._keys)
+
+
+def api_keys(variable: str | None) -> tuple[str, ...]:
+    """Keys of the environment variable named by `api_keys_env`.
+
+    Raises:
+        ValueError: The variable is named but empty: starting open would be a nasty surprise.
+    """
+    if variable is None:
+        return ()
+    keys = tuple(key.strip() for key in os.environ.get(variable, "").split(",") if key.strip())
+    if not keys:
+        raise ValueError(
+            f"api_keys_env names {variable}, but that variable is not set in the ingress replica; "
+            "set it (runtime_env.env_vars or the container) or remove api_keys_env"
+        )
+    return keys
+
+
+def build(args: AppArgs) -> Application:
+    """The application: ingress replicas in front of engine replicas."""
+    config = args.resolve()
+    capacity = args.resolved_max_ongoing_requests
+    engine = serve.deployment(
+        name=ENGINE_NAME,
+        num_replicas=args.num_replicas,
+        max_ongoing_requests=capacity,
+        # What waits in the router survives a replica's death; more than that is told to come back.
+        max_queued_requests=max(1, args.max_num_queued_requests),
+        backpressure_config={"status_code": 429, "retry_after_s": 1},
+        placement_group_bundles=_bundles(config),
+        placement_group_strategy="PACK",
+        ray_actor_options={"num_cpus": 0.1},
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        user_config={},
+    )(Engine)
+    ingress = serve.deployment(
+        name=INGRESS_NAME,
+        num_replicas=args.num_ingress_replicas,
+        max_ongoing_requests=2 * args.ingress_max_ongoing_requests + _INGRESS_HEADROOM,
+        ray_actor_options={"num_cpus": 0.1},
+        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=0.5,
+    )(serve.ingress()(Ingress))
+    app: Application = ingress.bind(engine.bind(args), args)
+    return app
+
+
+def _bundles(config: Any) -> list[dict[str, float]]:
+    from actors.launch import Replica
+
+    bundles: list[dict[str, float]] = Replica.bundles(config)
+    return bundles

@@ -1,0 +1,169 @@
+"""The `paceline` command.
+
+    paceline serve FILE        run a Serve config file until Ctrl-C
+    paceline demo              the demo: model, server, one answer with and without speculation
+    paceline demo-model        convert the demo model, print its directory
+    paceline chat              talk to a running server
+    paceline explain FILE      every resolved setting, with its source
+
+A mistake that the person at the terminal can fix is one line on stderr and status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from deploy.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # `explain` has options of its own, in the configuration layer.
+    if arguments[:1] == ["explain"]:
+        from specconfig.explain import main as explain
+
+        return explain(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        # A service manager's stop is the same wish as Ctrl-C.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _interrupt)
+        code: int = options.run(options)
+        return code
+    except UserError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(
+            f"paceline: the package {error.name!r} is missing; install Paceline with its "
+            "dependencies: pip install -c constraints.txt -e .",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="paceline", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"paceline {_version()}")
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = verbs.add_parser("serve", help="run a Serve config file until Ctrl-C")
+    serve.add_argument("file", help="YAML file, as for `serve run`")
+    _add_server_options(serve)
+    serve.set_defaults(run=_serve)
+
+    demo = verbs.add_parser("demo", help="serve the demo model and show what speculation does")
+    demo.add_argument("--file", default=None, help="another config file for the demo model")
+    demo.add_argument("--once", action="store_true", help="end after the show")
+    _add_server_options(demo)
+    demo.set_defaults(run=_demo)
+
+    model = verbs.add_parser("demo-model", help="convert the demo model once")
+    model.set_defaults(run=_demo_model)
+
+    chat = verbs.add_parser("chat", help="talk to a running server")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
+    chat.add_argument("--temperature", type=float, default=0.0)
+    chat.add_argument("--max-tokens", type=int, default=256)
+    chat.add_argument("--no-speculation", action="store_true", help="plain decoding")
+    chat.set_defaults(run=_chat)
+
+    explain = verbs.add_parser("explain", help="show every resolved setting of a file")
+    explain.set_defaults(run=lambda options: 0)  # handled before parsing; listed for --help
+    return parser
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=None, help="HTTP port (file's, else 8000)")
+    parser.add_argument("--host", default=None, help="HTTP address (file's, else 127.0.0.1)")
+    parser.add_argument(
+        "--address",
+        default=None,
+        help="a running Ray cluster to use; without it a private one is started and ended",
+    )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("paceline")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from deploy.local import read_serve_file, say_to_stdout, serving
+
+    file = read_serve_file(options.file, host=options.host, port=options.port)
+    with serving(file, options.address, say_to_stdout):
+        say_to_stdout(f"Ready: {file.url}  (Ctrl-C ends it)")
+        _stay()
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from deploy.demo import demo_file, ensure_demo_model
+    from deploy.local import read_serve_file, say_to_stdout, serving
+    from deploy.show import show
+
+    model = ensure_demo_model(say_to_stdout)
+    file = read_serve_file(
+        options.file or demo_file(),
+        host=options.host,
+        port=options.port,
+        overrides={"model": str(model)},
+    )
+    with serving(file, options.address, say_to_stdout):
+        show(file.url, say_to_stdout)
+        if not options.once:
+            say_to_stdout("\nServing until Ctrl-C.")
+            _stay()
+    return 0
+
+
+def _demo_model(options: argparse.Namespace) -> int:
+    from deploy.demo import ensure_demo_model
+
+    print(ensure_demo_model(lambda line: print(line, file=sys.stderr, flush=True)))
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from deploy.terminal import ChatClient, chat_loop
+
+    fields: dict[str, Any] = {
+        "temperature": options.temperature,
+        "max_tokens": options.max_tokens,
+    }
+    if options.no_speculation:
+        fields["speculation"] = {"enabled": False}
+    chat_loop(ChatClient(options.url, os.environ.get("PACELINE_API_KEY")), **fields)
+    return 0
+
+
+def _stay() -> None:
+    """Wait for Ctrl-C, which is the normal end."""
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        # A second Ctrl-C must not cut the clean-up short by accident.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""How the HTTP surface and the Python client reach engines.
+
+`EngineClient` is the contract; `HandleEngineClient` fulfils it over a Serve handle. Unit tests
+fulfil it with a scripted engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from actors.protocols import GenerateRequest, RunOutput
+from deploy.openai.errors import root_cause
+
+
+class ReplicaReport(NamedTuple):
+    """What one engine replica says of itself. `reason` is empty when it is healthy."""
+
+    replica: str
+    reason: str
+    stats: dict[str, Any]
+
+
+class EngineClient(Protocol):
+    """Engines, seen from in front of them."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
+        """Outputs of one request. Closing the generator aborts the request."""
+
+    async def reports(self, timeout_s: float) -> Sequence[ReplicaReport]:
+        """Health and statistics of every replica; one that does not answer is reported as such."""
+
+    async def describe(self, timeout_s: float) -> dict[str, Any]:
+        """Resolved facts of one replica."""
+
+
+class HandleEngineClient:
+    """Engines behind a Serve deployment handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._stream = handle.options(method_name="generate", stream=True)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
+        response = self._stream.remote(request)
+        finished = False
+        try:
+            async for output in response:
+                finished = output.finish_reason is not None or output.error is not None
+                yield output
+        finally:
+            # Serve cancels its own children only when the caller's request is cancelled; a caller
+            # that merely stops reading (stop, timeout, recovery) must say so.
+            if not finished:
+                response.cancel()
+
+    async def reports(self, timeout_s: float) -> Sequence[ReplicaReport]:
+        try:
+            answers = await self._handle.broadcast("report").results_async(
+                timeout_s=timeout_s, return_exceptions=True
+            )
+        except TimeoutError:
+            return [ReplicaReport("", f"an engine replica did not answer in {timeout_s:g} s", {})]
+        except Exception as error:
+            return [ReplicaReport("", f"engines cannot be reached: {root_cause(error)}", {})]
+        return [
+            ReplicaReport("", f"an engine replica was lost: {root_cause(answer)}", {})
+            if isinstance(answer, BaseException)
+            else ReplicaReport(*answer)
+            for answer in answers
+        ]
+
+    async def describe(self, timeout_s: float) -> dict[str, Any]:
+        answers = await self._handle.broadcast("describe").results_async(
+            timeout_s=timeout_s, return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, dict):
+                return answer
+        raise TimeoutError("no engine replica answered")

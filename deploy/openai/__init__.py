@@ -1,0 +1,1 @@
+"""The OpenAI HTTP surface: protocol, errors, streaming, routes."""

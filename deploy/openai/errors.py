@@ -1,0 +1,171 @@
+"""Every error of the HTTP surface as the OpenAI error object.
+
+    ApiError                      status, type, code, param; rendered as {"error": {...}}
+    |-- bad_request(...)          400, invalid_request_error, names the field in `param`
+    |-- unsupported(...)          400, a field of the public API that this server does not have
+    `-- from_exception(...)       anything else: engine errors, Serve errors, bugs
+
+A client never sees a traceback: an unknown exception becomes a 500 that carries the request id,
+and the traceback goes to the log under the same id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from actors.errors import EngineDead, PromptTooLong, QueueFull, RequestError
+
+logger = logging.getLogger("ray.serve")
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI error object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        """The whole HTTP answer."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """400 for a value that is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """400 for a field of the public API that this server does not have."""
+    return bad_request(
+        f"'{param}' is not supported: {why}", param=param, code="unsupported_parameter"
+    )
+
+
+def unauthorized(message: str) -> ApiError:
+    """401, with the challenge HTTP asks for."""
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """404 for a model name this server does not serve."""
+    return ApiError(
+        404,
+        f"the model {name!r} does not exist here; this server serves {served!r}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def too_busy(message: str, retry_after_s: float | None) -> ApiError:
+    """429 with Retry-After in whole seconds, at least 1."""
+    wait = max(1, math.ceil(retry_after_s if retry_after_s is not None else 1))
+    return ApiError(
+        429,
+        message,
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(wait)},
+    )
+
+
+def unavailable(message: str, retry_after_s: int = 5) -> ApiError:
+    """503: the engine is down or on its way back."""
+    return ApiError(
+        503,
+        message,
+        kind="service_unavailable_error",
+        code="engine_unavailable",
+        headers={"Retry-After": str(retry_after_s)},
+    )
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The exception a remote replica raised, out of Ray's wrapping."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        return root_cause(error.cause) if error.cause is not error else error
+    return error
+
+
+_LOSSES = (
+    RayActorError,
+    WorkerCrashedError,
+    ObjectLostError,
+    DeploymentUnavailableError,
+    EngineDead,
+)
+
+
+def is_replica_loss(error: BaseException) -> bool:
+    """Whether another replica (or this one, restarted) can take the request over."""
+    cause = root_cause(error)
+    return isinstance(cause, _LOSSES)
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether a queue was full."""
+    return isinstance(root_cause(error), BackPressureError | QueueFull)
+
+
+def from_exception(error: BaseException, request_id: str) -> ApiError:
+    """The answer for any exception a request ended with."""
+    cause = root_cause(error)
+    if isinstance(cause, ApiError):
+        return cause
+    if isinstance(cause, QueueFull):
+        return too_busy(cause.message, cause.retry_after_s)
+    if isinstance(cause, PromptTooLong):
+        return bad_request(cause.message, param=cause.param, code="context_length_exceeded")
+    if isinstance(cause, RequestError):
+        return bad_request(cause.message, param=cause.param)
+    if isinstance(cause, BackPressureError):
+        return too_busy(
+            "the server's queue is full; retry later", getattr(cause, "retry_after_s", None)
+        )
+    if isinstance(cause, TimeoutError | asyncio.TimeoutError):
+        return ApiError(
+            408, str(cause) or "the request took too long", kind="timeout_error", code="timeout"
+        )
+    if is_replica_loss(cause):
+        logger.error("request %s lost its engine: %s", request_id, cause)
+        detail = str(cause) if isinstance(cause, EngineDead) else "the engine replica was lost"
+        return unavailable(f"{detail}; request {request_id} could not be continued")
+    logger.error("request %s failed", request_id, exc_info=error)
+    return ApiError(
+        500,
+        f"internal error; the server's log has the details under request id {request_id}",
+        kind="internal_error",
+        code="internal_error",
+    )

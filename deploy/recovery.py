@@ -1,0 +1,213 @@
+"""A request that outlives the engine replica it started on.
+
+The journal of a request is (prompt ids, emitted ids, seed). The engine's noise depends only on
+(seed, absolute position), so `prompt + emitted` with the same seed continues the same answer on any
+replica. The cut is made where text and tokens agree: tokens whose text was still held back (half
+of a character, the beginning of a possible stop string) are generated again and only their text
+is passed on, so the client sees every token and every character once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from actors.errors import EngineDead
+from actors.protocols import FinishReason, GenerateRequest, RunOutput, SpeculationStats
+from deploy.engine_client import EngineClient
+from deploy.openai.errors import is_busy, is_replica_loss, root_cause
+from deploy.text import TokenBytes
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPolicy:
+    """Bounds of recovery.
+
+    `max_losses` counts engines lost while they worked on the request: one that kills every engine
+    it meets must not be handed on for ever. `patience_s` bounds the wait for a replica to appear.
+    """
+
+    max_losses: int = 3
+    patience_s: float = 60.0
+    first_delay_s: float = 0.1
+    max_delay_s: float = 2.0
+
+
+class Journal:
+    """What the client has received so far, and how to go on from there."""
+
+    def __init__(self, request: GenerateRequest, token_bytes: TokenBytes) -> None:
+        self._request = request
+        self._token_bytes = token_bytes
+        self._emitted: list[int] = []
+        self._text = ""
+        self._first: RunOutput | None = None
+        # Of finished attempts.
+        self._past = SpeculationStats()
+        self._current = SpeculationStats()
+        # Of the current attempt: tokens and characters the client already has.
+        self._skip_tokens = 0
+        self._skip_chars = 0
+        self._base = 0
+
+    def record(self, output: RunOutput) -> RunOutput:
+        """`output` in terms of the whole request, without what the client already has."""
+        skip = min(self._skip_tokens, len(output.token_ids))
+        self._skip_tokens -= skip
+        token_ids = output.token_ids[skip:]
+        chars = min(self._skip_chars, len(output.text))
+        self._skip_chars -= chars
+        text = output.text[chars:]
+        self._emitted.extend(token_ids)
+        self._text += text
+        self._current = output.speculation
+        if self._first is None:
+            self._first = output
+        return dataclasses.replace(
+            output,
+            token_ids=token_ids,
+            text=text,
+            accepted=output.accepted[skip:],
+            logprobs=None if output.logprobs is None else output.logprobs[skip:],
+            num_prompt_tokens=self._first.num_prompt_tokens,
+            num_cached_tokens=self._first.num_cached_tokens,
+            num_output_tokens=len(self._emitted),
+            speculation=_added(self._past, output.speculation),
+        )
+
+    def continuation(self, attempt: int) -> GenerateRequest | None:
+        """The request that goes on where the client stands; None when nothing is left to do."""
+        kept, chars = self._clean_cut()
+        self._base = kept
+        self._skip_tokens = len(self._emitted) - kept
+        self._skip_chars = len(self._text) - chars
+        self._past, self._current = _added(self._past, self._current), SpeculationStats()
+        request = self._request
+        limit = request.max_tokens
+        if limit is not None and limit <= kept:
+            return None
+        return dataclasses.replace(
+            request,
+            request_id=f"{request.request_id}-r{attempt}",
+            prompt_token_ids=[*request.prompt_token_ids, *self._emitted[:kept]],
+            max_tokens=None if limit is None else limit - kept,
+            min_tokens=max(0, request.min_tokens - kept),
+        )
+
+    def ended_by_length(self) -> RunOutput:
+        """The last output of a request whose every token was delivered before the loss."""
+        first = self._first
+        return RunOutput(
+            request_id=self._request.request_id,
+            token_ids=(),
+            text="",
+            accepted=(),
+            logprobs=None,
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_cached_tokens=first.num_cached_tokens if first else 0,
+            num_output_tokens=len(self._emitted),
+            finish_reason=FinishReason.LENGTH,
+            speculation=self._past,
+        )
+
+    def _clean_cut(self) -> tuple[int, int]:
+        """Most tokens, and their characters, whose text the client has in full."""
+        sent = len(self._text.encode())
+        size = kept = chars = 0
+        pending = b""
+        for index, token_id in enumerate(self._emitted):
+            if not (self._request.skip_special_tokens and self._token_bytes.is_special(token_id)):
+                pending += self._token_bytes(token_id)
+            if index == 0 and pending[:1] == b" " and not self._text.startswith(" "):
+                pending = pending[1:]  # some decoders drop the space in front of the first word
+            try:
+                text = pending.decode()
+            except UnicodeDecodeError:
+                continue
+            size += len(pending)
+            pending = b""
+            if size > sent:
+                break
+            kept, chars = index + 1, chars + len(text)
+        return kept, chars
+
+
+def _added(a: SpeculationStats, b: SpeculationStats) -> SpeculationStats:
+    per_pos_a, per_pos_b = a.num_accepted_tokens_per_pos, b.num_accepted_tokens_per_pos
+    width = max(len(per_pos_a), len(per_pos_b))
+    padded = [(*p, *([0] * (width - len(p)))) for p in (per_pos_a, per_pos_b)]
+    return SpeculationStats(
+        num_steps=a.num_steps + b.num_steps,
+        num_drafts=a.num_drafts + b.num_drafts,
+        num_draft_tokens=a.num_draft_tokens + b.num_draft_tokens,
+        num_accepted_tokens=a.num_accepted_tokens + b.num_accepted_tokens,
+        num_accepted_tokens_per_pos=tuple(x + y for x, y in zip(*padded, strict=True)),
+    )
+
+
+async def generate_with_recovery(
+    client: EngineClient,
+    request: GenerateRequest,
+    token_bytes: TokenBytes,
+    policy: RecoveryPolicy | None = None,
+) -> AsyncGenerator[RunOutput]:
+    """Outputs of `request`, whatever happens to the replicas that produce them.
+
+    `request.seed` must be set, or a continuation would draw another answer.
+
+    Raises:
+        EngineDead: No replica could finish it within the policy.
+    """
+    assert request.seed is not None
+    policy = policy or RecoveryPolicy()
+    journal = Journal(request, token_bytes)
+    attempt, losses, delay = 0, 0, policy.first_delay_s
+    current: GenerateRequest | None = request
+    waiting_since = time.monotonic()
+    while current is not None:
+        progressed = False
+        try:
+            async with aclosing(client.generate(current)) as outputs:
+                async for output in outputs:
+                    progressed = True
+                    waiting_since, delay = time.monotonic(), policy.first_delay_s
+                    recorded = journal.record(output)
+                    if recorded.token_ids or recorded.text or recorded.finish_reason:
+                        yield recorded
+                    if output.finish_reason is not None:
+                        return
+                raise EngineDead("the engine ended the stream before the request was finished")
+        except Exception as error:
+            # The client already has half an answer: a full queue elsewhere is waited out.
+            if not (is_replica_loss(error) or (attempt > 0 and is_busy(error))):
+                raise
+            losses += progressed
+            cause = root_cause(error)
+            waited = time.monotonic() - waiting_since
+            if losses > policy.max_losses or waited + delay > policy.patience_s:
+                raise EngineDead(
+                    f"gave up after {losses} lost engines and {waited:.0f} s of waiting: "
+                    f"{_first_line(cause)}"
+                ) from error
+            logger.warning(
+                "request %s lost its engine (%s); continuing elsewhere",
+                request.request_id,
+                _first_line(cause),
+            )
+        await asyncio.sleep(delay)
+        delay = min(policy.max_delay_s, delay * 2)
+        attempt += 1
+        current = journal.continuation(attempt)
+    yield journal.ended_by_length()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
