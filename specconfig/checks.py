@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from specconfig.errors import ConfigError
@@ -146,7 +147,7 @@ def _check_rates(rates: tuple[float, ...], k: int) -> None:
     for rate in rates:
         if math.isnan(rate) or not 0 <= rate <= 1:
             raise ConfigError(field, list(rates), "each rate in [0, 1]", f"correct {rate}")
-    for before, after in zip(rates, rates[1:], strict=False):
+    for before, after in itertools.pairwise(rates):
         if after > before:
             raise ConfigError(
                 field,

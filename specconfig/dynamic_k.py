@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -60,7 +61,7 @@ def parse_table(value: object) -> KTable:
     table = tuple(sorted(_triple(entry) for entry in value))
     if table[0][0] != 1:
         raise _error(value, f"the first range must start at 1, not {table[0][0]}", "cover 1 too")
-    for (_, last, _), (first, end, _) in zip(table, table[1:], strict=False):
+    for (_, last, _), (first, end, _) in itertools.pairwise(table):
         if first <= last:
             raise _error(
                 value,

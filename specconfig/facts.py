@@ -38,7 +38,8 @@ def text_section(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def expand(path: str) -> str:
     """``~`` and environment variables expanded, as a shell would."""
-    return os.path.expanduser(os.path.expandvars(path))
+    # Not Path.expanduser: that would also rewrite "https://" and raise for unknown users.
+    return os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
 
 
 def _read_json(path: Path, model: str) -> Facts:

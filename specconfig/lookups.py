@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,7 +68,7 @@ def _aux_layers(hf: Mapping[str, Any], res: Resolution) -> tuple[int, ...] | Non
     ids = tuple(int(index) + shift for index in found)
     layers = res.require_target().num_hidden_layers
     rule = f"increasing ids from 0 to the target's {layers} layers"
-    if any(after <= before for before, after in zip(ids, ids[1:], strict=False)):
+    if any(after <= before for before, after in itertools.pairwise(ids)):
         raise FormatError(
             origin,
             list(found),

@@ -27,7 +27,7 @@ CONFIG_BY_METHOD: dict[str, str] = {
     "medusa": f"{_PACKAGE}.medusa:MedusaSpeculatorConfig",
     "dflash": f"{_PACKAGE}.dflash:DFlashSpeculatorConfig",
     "dspark": f"{_PACKAGE}.dspark:DSparkSpeculatorConfig",
-    "extract_hidden_states": f"{_PACKAGE}.extract_hidden_states:ExtractHiddenStatesSpeculatorConfig",
+    "extract_hidden_states": f"{_PACKAGE}.extract_hidden_states:HiddenStatesSpeculatorConfig",
 }
 """Qualified names, so that importing this package imports no method."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from specconfig.decisions import DecisionLog
@@ -91,7 +91,7 @@ def resolve_engine(args: EngineArgs, facts: FactsSource | None = None) -> Engine
 def _locate(model: str) -> str:
     """Expanded path when it exists; otherwise the text as written (a hub id)."""
     path = expand(model)
-    return path if os.path.exists(path) else model
+    return path if Path(path).exists() else model
 
 
 def _locate_draft(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ Two uses: a head given as the draft (``convert_if_speculators``), and a head giv
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specconfig.errors import ConfigError, FormatError
@@ -118,7 +118,7 @@ def target_of(hf: Mapping[str, Any], model: str) -> str:
         raise _structure(hf, model, "speculators_config.verifier.name_or_path", verifier)
     name = verifier["name_or_path"]
     field = "speculators_config.verifier.name_or_path"
-    if isinstance(name, str) and os.path.isdir(expand(name)):
+    if isinstance(name, str) and Path(expand(name)).is_dir():
         return expand(name)
     if not isinstance(name, str) or not _HUB_ID.fullmatch(name):
         raise FormatError(
@@ -286,7 +286,7 @@ def serve_speculators_model(
     args: EngineArgs, model: str, hf: Hf, log: DecisionLog
 ) -> ServedSpeculator | None:
     """Target and options of a speculator given as ``model``; None for any other checkpoint."""
-    if not is_speculators(hf) or "://" in model or os.path.isfile(expand(model)):
+    if not is_speculators(hf) or "://" in model or Path(expand(model)).is_file():
         return None
     kind = speculators_type(hf, model)
     tokens = proposed_tokens(hf, model)

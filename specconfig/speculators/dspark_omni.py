@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,7 +80,7 @@ def _check_layers(hf: Mapping[str, Any], num_layers: int) -> None:
     rule = f"strictly increasing integers within [0, {num_layers - 1}]"
     if not isinstance(ids, (list, tuple)) or not ids or not all(_is_int(i) for i in ids):
         raise _fail("target_layer_ids", ids, rule)
-    if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+    if any(b <= a for a, b in itertools.pairwise(ids)):
         raise _fail("target_layer_ids", ids, rule)
     if ids[0] < 0 or ids[-1] >= num_layers:
         raise _fail("target_layer_ids", ids, rule)

@@ -15,7 +15,7 @@ _P = "speculative_config"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-class ExtractHiddenStatesSpeculatorConfig(SpeculatorConfig):
+class HiddenStatesSpeculatorConfig(SpeculatorConfig):
     """Not a way to go faster: every step hands the tapped layers to a sink."""
 
     base_method = "extract_hidden_states"
