@@ -1,0 +1,101 @@
+"""Drafting with a separate, smaller language model: feed what is new, then K tokens one by one.
+
+The draft model keeps its own KV in the target's block ids. What to feed comes with the plan (the
+verifier tracks how far the draft KV is valid), so no token is ever skipped: after a fully accepted
+run the last draft and the bonus token are both fed (algorithm: Leviathan et al., arXiv 2211.17192).
+
+Drafts are *coupled*: drawn with the same filters and the same position noise as the target's own
+sample. They stay plain guesses for the exact-match check, so this changes how often they are
+right, never what is emitted.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from actors.errors import LoadError
+from actors.messages import DraftTokens, StepPlan, token_array
+from actors.model.inputs import EntryRows, SlotTables
+from actors.model.paged_lm import PagedCausalLM
+from actors.sampling import sample_rows
+from specconfig.engine import EngineConfig
+
+
+class DraftModelDrafter:
+    """One draft rank without Ray. The same life as a target runner: load, allocate, warm up, run."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        if config.draft_model is None:
+            raise LoadError("speculative_config has no draft model")
+        self.config = config
+        self.device = device
+        self.model = PagedCausalLM(
+            config.draft_model,
+            device=device,
+            max_positions=config.max_model_len + config.num_lookahead_tokens + 1,
+            compile_layers=config.runtime.compile_layers,
+        )
+        self._tables = self._new_tables()
+
+    def _new_tables(self) -> SlotTables:
+        return SlotTables(
+            self.config.scheduler.max_num_seqs,
+            self.config.max_model_len,
+            self.config.num_lookahead_tokens,
+            self.config.cache.block_size,
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Create the draft's KV tensors for the target's block ids."""
+        self.model.allocate(num_blocks, self.config.cache.block_size)
+
+    def warm_up(self) -> None:
+        """Run the shapes of steady drafting once."""
+        self.model.warm_up(self._new_tables(), 2)
+
+    def run(self, plan: StepPlan) -> DraftTokens:
+        """Feed every draft entry, then draft for those that ask."""
+        self._tables.apply(plan.admissions, plan.blocks)
+        asking = [entry for entry in plan.draft if entry.num_drafts > 0]
+        drafted: list[list[int]] = [[] for _ in asking]
+        fed = self._sample(
+            [
+                EntryRows(e.slot, e.start, e.token_ids, 1 if e.num_drafts > 0 else 0)
+                for e in plan.draft
+            ]
+        )
+        for run, token in zip(drafted, fed, strict=True):
+            run.append(token)
+        for k in range(1, max((e.num_drafts for e in asking), default=0)):
+            going = [
+                i for i, e in enumerate(asking)
+                if e.num_drafts > k and len(drafted[i]) == k and drafted[i][-1] >= 0
+            ]  # fmt: skip
+            if not going:
+                break
+            rows = [
+                EntryRows(
+                    asking[i].slot,
+                    asking[i].start + len(asking[i].token_ids) + k - 1,
+                    token_array([drafted[i][-1]]),
+                    1,
+                )
+                for i in going
+            ]
+            for i, token in zip(going, self._sample(rows), strict=True):
+                drafted[i].append(token)
+        # An invalid sample (NaN logits) ends a run: a draft that cannot be fed is no draft.
+        runs = [[token for token in run if token >= 0] for run in drafted]
+        return DraftTokens(
+            plan.step,
+            token_array([token for run in runs for token in run]),
+            token_array([len(run) for run in runs]),
+        )
+
+    def _sample(self, entries: list[EntryRows]) -> list[int]:
+        if not entries:
+            return []
+        batch = self._tables.flatten(entries, self.device)
+        # A draft vocabulary may be padded beyond the target's: those ids must never be drafted.
+        logits = self.model.forward(batch)[:, : self.config.model.vocab_size]
+        return [int(token) for token in sample_rows(logits, batch.rows).sampled]

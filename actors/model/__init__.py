@@ -1,0 +1,1 @@
+"""A causal language model from transformers over paged KV: shared by target and draft."""

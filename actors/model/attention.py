@@ -1,0 +1,251 @@
+"""Attention over paged KV, plugged into transformers' modeling code.
+
+A step's rows of all requests are flattened to one sequence `[1, T]`; what belongs together is in
+`AttentionBatch`. Modeling code calls the attention interface with `[1, heads, T, head_dim]` and
+gets `[1, T, heads, head_dim]` back. The op writes the new keys and values into their slots first,
+then attends, so rows of one request see each other causally through the cache.
+
+Two implementations behind one op: the C kernel (CPU, float32; a row's bits depend on its own
+position only), and SDPA over gathered blocks (any device and dtype).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from actors.native.build import AttentionKernels, load_kernels
+
+ATTENTION_NAME = "paceline_paged"
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where each row of a flattened batch sits. All on the model's device.
+
+    query_start int32 [R + 1], seq_lens int32 [R] (keys incl. this step's rows), block_table int32
+    [R, max_blocks], slots int64 [T] (block id * block_size + offset, -1 for a padding row).
+    """
+
+    query_start: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """What one attention layer caches for a token: `num_kv_heads` keys and values of `head_dim`."""
+
+    module: nn.Module
+    num_kv_heads: int
+    head_dim: int
+
+
+class PagedCache(nn.Module):
+    """One attention layer's KV tensors; lives on the attention module as `paged_cache`.
+
+    Keys [num_blocks, kv_heads, head_dim, block_size] (transposed, so that one vector holds one
+    dimension of several positions), values [num_blocks, kv_heads, block_size, head_dim].
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        # Zeros, not empty: the SDPA path multiplies masked values by weight 0, and 0 * NaN is NaN.
+        keys = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype, device=device)
+        values = torch.zeros(
+            num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device
+        )
+        self.register_buffer("keys", keys, persistent=False)
+        self.register_buffer("values", values, persistent=False)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.keys.numel() + self.values.numel()) * self.keys.element_size()
+
+
+_LIB = torch.library.Library("paceline", "DEF")
+_LIB.define(
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor query_start, Tensor seq_lens, Tensor block_table, Tensor slots, "
+    "float scale, float softcap, int window) -> Tensor"
+)
+
+
+def native_kernels(k_cache: Tensor) -> AttentionKernels | None:
+    """The C kernels for this cache, or None when the torch path must serve it."""
+    if k_cache.device.type != "cpu" or k_cache.dtype != torch.float32:
+        return None
+    return load_kernels(k_cache.shape[2], k_cache.shape[3])
+
+
+def _paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> Tensor:
+    kernels = native_kernels(k_cache)
+    if kernels is None:
+        return paged_attention_torch(
+            query, key, value, k_cache, v_cache, query_start, seq_lens, block_table, slots,
+            scale, softcap, window,
+        )  # fmt: skip
+    _, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    # The kernel reads rows through strides but needs head_dim contiguous.
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    out = query.new_empty(1, num_rows, num_heads, head_dim)
+    kernels.write_kv(
+        key.data_ptr(), value.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
+        num_rows, num_kv_heads, key.stride(2), key.stride(1), value.stride(2), value.stride(1),
+    )  # fmt: skip
+    status = kernels.paged_attention(
+        query.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+        block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), seq_lens.shape[0],
+        block_table.shape[1], num_heads, num_kv_heads, query.stride(2), query.stride(1),
+        scale, softcap, window, torch.get_num_threads(),
+    )  # fmt: skip
+    if status != 0:
+        raise MemoryError("paged attention: no scratch memory")
+    return out
+
+
+def paged_attention_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> Tensor:
+    """The same result with torch ops: gather each request's blocks, one padded SDPA for all.
+
+    Slower and, because GEMM kernels depend on the number of rows, equal only up to rounding. The
+    oracle of the C kernel, and the path for other devices and dtypes.
+    """
+    num_heads, head_dim = query.shape[1], query.shape[3]
+    block_size = k_cache.shape[3]
+    real = slots >= 0
+    blocks, offsets = slots[real] // block_size, slots[real] % block_size
+    k_cache[blocks, :, :, offsets] = key[0].transpose(0, 1)[real]
+    v_cache[blocks, :, offsets] = value[0].transpose(0, 1)[real]
+
+    num_reqs = seq_lens.shape[0]
+    q_lens = (query_start[1:] - query_start[:-1]).long()
+    max_q, max_kv = int(q_lens.max()), int(seq_lens.max())
+    num_used = -(-max_kv // block_size)
+    table = block_table[:, :num_used].long()
+    keys = k_cache[table].permute(0, 2, 1, 4, 3).reshape(num_reqs, -1, num_used * block_size, head_dim)
+    values = v_cache[table].transpose(1, 2).reshape(num_reqs, -1, num_used * block_size, head_dim)
+
+    row_in_req = torch.arange(max_q, device=query.device)
+    valid_row = row_in_req[None, :] < q_lens[:, None]  # [R, max_q]
+    flat = (query_start[:-1, None].long() + row_in_req[None, :]).clamp(max=query.shape[2] - 1)
+    padded = query[0].transpose(0, 1)[flat].transpose(1, 2)  # [R, heads, max_q, head_dim]
+    position = (seq_lens.long() - q_lens)[:, None] + row_in_req[None, :]  # [R, max_q]
+    kv_pos = torch.arange(num_used * block_size, device=query.device)
+    visible = kv_pos[None, None, :] <= position[:, :, None]
+    if window:
+        visible &= kv_pos[None, None, :] > position[:, :, None] - window
+    if softcap:
+        group = num_heads // keys.shape[1]
+        scores = padded @ keys.repeat_interleave(group, 1).transpose(-1, -2) * scale
+        scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1, torch.float32)
+        attended = weights.to(values.dtype) @ values.repeat_interleave(group, 1)
+    else:
+        attended = nn.functional.scaled_dot_product_attention(
+            padded, keys, values, attn_mask=visible[:, None], scale=scale, enable_gqa=True
+        )
+    out = query.new_zeros(1, query.shape[2], num_heads, head_dim)
+    out[0, flat[valid_row]] = attended.transpose(1, 2)[valid_row]
+    return out
+
+
+def _paged_attention_meta(query: Tensor, *_: Any) -> Tensor:
+    _, num_heads, num_rows, head_dim = query.shape
+    return query.new_empty(1, num_rows, num_heads, head_dim)
+
+
+_LIB.impl("paged_attention", _paged_attention, "CPU")
+_LIB.impl("paged_attention", _paged_attention, "CUDA")
+_LIB.impl("paged_attention", _paged_attention_meta, "Meta")
+
+
+_discovered: list[KVGeometry] | None = None
+
+
+@contextmanager
+def discovery() -> Iterator[list[KVGeometry]]:
+    """While open, attention calls are recorded and answered with zeros: no cache exists yet."""
+    global _discovered
+    _discovered = found = []
+    try:
+        yield found
+    finally:
+        _discovered = None
+
+
+def _attention_interface(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    query_start: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
+    slots: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if _discovered is not None:
+        _discovered.append(KVGeometry(module, key.shape[1], key.shape[3]))
+        return torch.zeros_like(query).transpose(1, 2), None
+    cache: PagedCache = module.paged_cache  # type: ignore[assignment]
+    # The query is [1, heads, T, D] seen through a transpose of [1, T, heads, D]; RoPE made it new.
+    out = torch.ops.paceline.paged_attention(
+        query, key, value, cache.keys, cache.values, query_start, seq_lens, block_table, slots,
+        query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0,
+        sliding_window or 0,
+    )  # fmt: skip
+    return out, None
+
+
+def register() -> None:
+    """Make `attn_implementation="paceline_paged"` known to transformers. Idempotent."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_interface)

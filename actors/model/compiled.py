@@ -1,0 +1,235 @@
+"""One decoder layer compiled once and reused for every layer like it.
+
+`torch.compile` on each layer module would work, but its guards cost 0.3 ms a layer and step on a
+2-core machine. Instead a layer is traced as a function of (its tensors, its inputs), the graph is
+compiled by inductor with the number of rows left symbolic, and each layer calls the result with
+its own tensors. Nothing is guarded: the runner calls with the same kinds of inputs every step.
+
+Layers are alike when their classes, tensor shapes and plain attributes agree (the layer index
+aside), so a model with sliding and full attention layers gets two graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from actors.model.linear import PackedLinear
+
+logger = logging.getLogger(__name__)
+
+# Row count of the tracing example: a prime that is no dimension of a model.
+_EXAMPLE_ROWS = 29
+_EXAMPLE_REQS = 3
+
+_TensorSlot = tuple[dict[str, Any], str]
+
+
+def can_compile() -> str | None:
+    """Why layers cannot be compiled here, or None when they can."""
+    if not (shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")):
+        return "no C++ compiler on this machine"
+    return None
+
+
+def _tensor_slots(layer: nn.Module) -> list[_TensorSlot]:
+    """Where a layer keeps its tensors, in a fixed order: parameters, buffers, packed weights."""
+    slots: list[_TensorSlot] = []
+    for module in layer.modules():
+        slots += [(module._parameters, k) for k, v in module._parameters.items() if v is not None]
+        slots += [(module._buffers, k) for k, v in module._buffers.items() if v is not None]
+        slots += [(module.__dict__, k) for k, v in module.__dict__.items() if isinstance(v, Tensor)]
+    return slots
+
+
+def _plain_attributes(layer: nn.Module) -> tuple[Any, ...]:
+    """Everything besides tensors that the layer's code could read as a constant."""
+    found: list[Any] = [type(layer)]
+    for name, module in layer.named_modules():
+        found.append((name, type(module)))
+        for key, value in sorted(module.__dict__.items()):
+            if key != "layer_idx" and isinstance(value, (int, float, bool, str, type(None))):
+                found.append((name, key, value))
+        for key, tensor in sorted({**module._parameters, **module._buffers}.items()):
+            found.append((name, key, None if tensor is None else (tuple(tensor.shape), tensor.dtype)))
+    return tuple(found)
+
+
+class _Graph:
+    """A compiled layer function together with how to call it."""
+
+    def __init__(self, compiled: Callable[..., Any], spec: pytree.TreeSpec, consts: list[Any]) -> None:
+        self.compiled = compiled
+        self.spec = spec
+        self.consts = consts
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Any], pytree.TreeSpec]:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    consts = [None if isinstance(x, Tensor) else x for x in leaves]
+    return tensors, consts, spec
+
+
+def _join(tensors: Sequence[Tensor], consts: list[Any], is_tensor: list[bool], spec: pytree.TreeSpec) -> Any:
+    it = iter(tensors)
+    leaves = [next(it) if t else c for c, t in zip(consts, is_tensor, strict=True)]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _trace_and_compile(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    import torch._inductor.config as inductor_config
+    from torch._functorch.compile_utils import fx_graph_cse
+    from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+
+    slots = _tensor_slots(layer)
+    weights = [owner[key] for owner, key in slots]
+    inputs, consts, spec = _split(args, kwargs)
+    is_tensor = [isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))]
+
+    def flat(*tensors: Tensor) -> Any:
+        saved = [owner[key] for owner, key in slots]
+        for (owner, key), tensor in zip(slots, tensors, strict=False):
+            owner[key] = tensor
+        try:
+            call_args, call_kwargs = _join(tensors[len(slots) :], consts, is_tensor, spec)
+            out = type(layer).forward(layer, *call_args, **call_kwargs)
+            return out if isinstance(out, tuple) else (out,)
+        finally:
+            for (owner, key), tensor in zip(slots, saved, strict=True):
+                owner[key] = tensor
+
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    dynamic_sizes = {_EXAMPLE_ROWS, _EXAMPLE_REQS, _EXAMPLE_REQS + 1}
+
+    def fake(tensor: Tensor, *, symbolic: bool) -> Tensor:
+        if tensor.is_mkldnn:  # an opaque layout; only ever handed to the packed linear op
+            return tensor
+        if not symbolic:
+            return fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+        dims = [DimDynamic.DYNAMIC if n in dynamic_sizes else DimDynamic.STATIC for n in tensor.shape]
+        context = StatelessSymbolicContext(dynamic_sizes=dims)  # type: ignore[arg-type]
+        return fake_mode.from_tensor(tensor, symbolic_context=context)
+
+    fakes = [fake(w, symbolic=False) for w in weights] + [fake(x, symbolic=True) for x in inputs]
+    with fake_mode:
+        graph = make_fx(flat, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
+    # Fused projections are written as several slices of one call: keep one of the equal calls.
+    graph.graph = fx_graph_cse(graph.graph)
+    graph.recompile()
+    values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    # Strides are asserted against the example's otherwise, on every call of every layer.
+    with inductor_config.patch(size_asserts=False, alignment_asserts=False):
+        return compile_fx(graph, values)  # type: ignore[no-any-return]
+
+
+class _FusedSlice(nn.Module):
+    """Columns [begin, end) of a packed linear that several projections share."""
+
+    def __init__(self, fused: PackedLinear, begin: int, end: int) -> None:
+        super().__init__()
+        self.packed = fused.packed
+        self.out_features = fused.out_features
+        self.register_buffer("bias", fused.bias, persistent=False)
+        self.begin, self.end = begin, end
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.paceline.packed_linear(x, self.packed, self.bias, self.out_features)
+        return out[..., self.begin : self.end]
+
+
+# Projections of one input, by the names that transformers' modeling code uses.
+_FUSIBLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def fuse_projections(layers: Sequence[nn.Module]) -> None:
+    """Pack q, k, v and gate, up weights as one matrix each. Only worth it for compiled layers:
+    run eagerly, each slice would compute the whole product."""
+    from actors.model.linear import can_pack
+
+    for layer in layers:
+        for module in list(layer.modules()):
+            for names in _FUSIBLE:
+                linears = [getattr(module, n, None) for n in names]
+                if not all(type(m) is nn.Linear and can_pack(m.weight) for m in linears):
+                    continue
+                biases = [m.bias for m in linears if m.bias is not None]  # type: ignore[union-attr]
+                if biases and len(biases) != len(linears):
+                    continue
+                weight = torch.cat([m.weight.detach() for m in linears])  # type: ignore[union-attr]
+                fused = PackedLinear(weight, torch.cat(biases) if biases else None)
+                begin = 0
+                for name, linear in zip(names, linears, strict=True):
+                    end = begin + linear.out_features  # type: ignore[union-attr]
+                    setattr(module, name, _FusedSlice(fused, begin, end))
+                    begin = end
+
+
+class LayerCompiler:
+    """Replaces the forward of decoder layers by compiled graphs, compiled on first use."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, Callable[..., Any]] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def install(self, layers: Sequence[nn.Module]) -> None:
+        """Route each layer's forward through its graph. The first call of each kind compiles."""
+        for layer in layers:
+            self._install_one(layer)
+
+    def _install_one(self, layer: nn.Module) -> None:
+        kind = _plain_attributes(layer)
+        weights = [owner[key] for owner, key in _tensor_slots(layer)]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            tensors, consts, spec = _split(args, kwargs)
+            key = (kind, spec, tuple(consts))
+            compiled = self._graphs.get(key)
+            if compiled is None:
+                example_args, example_kwargs = _resize_example(args, kwargs)
+                compiled = _trace_and_compile(layer, example_args, example_kwargs)
+                self._graphs[key] = compiled
+            return compiled(*weights, *tensors)[0]
+
+        layer.forward = forward  # type: ignore[method-assign]
+
+
+def _resize_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs like these, with sizes that tell the symbolic dimensions apart from the others."""
+    num_rows = kwargs["slots"].shape[0]
+
+    def resize(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if name == "query_start":
+            return x.new_zeros(_EXAMPLE_REQS + 1)
+        if name == "seq_lens":
+            return x.new_zeros(_EXAMPLE_REQS)
+        if name == "block_table":
+            return x.new_zeros(_EXAMPLE_REQS, x.shape[1])
+        shape = [_EXAMPLE_ROWS if n == num_rows and i > 0 or x.dim() == 1 else n
+                 for i, n in enumerate(x.shape)]  # fmt: skip
+        return x.new_zeros(shape)
+
+    def walk(name: str, x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return type(x)(walk(name, y) for y in x)
+        return resize(name, x)
+
+    return tuple(walk("", a) for a in args), {k: walk(k, v) for k, v in kwargs.items()}

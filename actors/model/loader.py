@@ -1,0 +1,162 @@
+"""Load a causal language model: from a directory, a hub id or a GGUF file.
+
+Architectures are transformers' modeling classes; attention goes through our interface. Weights
+are read by transformers from safetensors, one shard at a time, never from pickles. What cannot be
+served is refused here, before any memory for KV is taken, with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from actors.errors import LoadError
+from actors.model import attention
+from actors.model.attention import KVGeometry
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for paged KV. `kv` lists each attention layer with what it must cache."""
+
+    model: nn.Module
+    layers: tuple[nn.Module, ...]
+    kv: tuple[KVGeometry, ...]
+
+
+def torch_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> torch.dtype:
+    """`name` from the config; 'auto' is the checkpoint's dtype on a GPU, float32 on a CPU."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint_dtype
+    if name not in _DTYPES:
+        raise LoadError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load_causal_lm(
+    location: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    revision: str | None = None,
+    hf_overrides: dict[str, Any] | None = None,
+) -> LoadedModel:
+    """Load `location` (directory, `*.gguf` file or hub id) in eval mode on `device`.
+
+    Raises:
+        LoadError: with what is wrong and what to do, for everything that cannot be served.
+    """
+    attention.register()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(location).expanduser()
+    source, gguf = _source(location, path)
+    common: dict[str, Any] = {"revision": revision} if revision else {}
+    if gguf:
+        common["gguf_file"] = gguf
+    elif path.is_dir() and not any(path.glob("*.safetensors")):
+        found = sorted(p.name for p in path.glob("*.bin")) or ["no weight files"]
+        raise LoadError(
+            f"{location} holds {', '.join(found[:3])} but no *.safetensors; pickled weights are "
+            "not loaded: convert them with transformers' save_pretrained"
+        )
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **common)
+    except Exception as error:
+        raise LoadError(f"cannot read the config of {location!r}: {_first_line(error)}") from error
+    if not gguf and getattr(config, "quantization_config", None):
+        raise LoadError(
+            f"{location} is quantised ({config.quantization_config.get('quant_method', '?')}); "
+            "quantised checkpoints are not supported: use the unquantised one"
+        )
+    for key, value in (hf_overrides or {}).items():
+        if key != "callable":
+            setattr(config, key, value)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=None if gguf else config,
+            dtype=dtype,
+            attn_implementation=attention.ATTENTION_NAME,
+            use_safetensors=None if gguf else True,
+            trust_remote_code=False,
+            **common,
+        )
+    except Exception as error:
+        raise LoadError(f"cannot load {location!r}: {_first_line(error)}") from error
+    model = model.to(device).eval().requires_grad_(False)
+    layers = _decoder_layers(model, location)
+    return LoadedModel(model, layers, _discover_kv(model, layers, location))
+
+
+def _source(location: str, path: Path) -> tuple[str, str | None]:
+    """(what to hand to from_pretrained, GGUF file name or None)."""
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise LoadError(f"GGUF file {location} does not exist")
+        return str(path.parent), path.name
+    if path.is_dir():
+        return str(path), None
+    if path.exists():
+        raise LoadError(f"{location} is a file; give a model directory, a *.gguf file or a hub id")
+    if location.startswith(("/", "./", "../", "~")):
+        raise LoadError(f"model directory {location} does not exist")
+    return location, None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _decoder_layers(model: nn.Module, location: str) -> tuple[nn.Module, ...]:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise LoadError(
+            f"{location}: {type(model).__name__} has no list of decoder layers; only decoder-only "
+            "language models are served"
+        )
+    return tuple(layers)
+
+
+def _discover_kv(
+    model: nn.Module, layers: tuple[nn.Module, ...], location: str
+) -> tuple[KVGeometry, ...]:
+    """Run one token and see which layers call the attention interface, with which shapes.
+
+    A layer that keeps other state (a recurrence, a convolution) never calls it. Its state cannot
+    be rolled back by a length, so the model is refused.
+    """
+    device = next(model.parameters()).device
+    with attention.discovery() as found, torch.no_grad():
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+        try:
+            model(input_ids=ids, position_ids=ids, use_cache=False)
+        except Exception as error:
+            raise LoadError(
+                f"{location}: {type(model).__name__} does not run with a custom attention: "
+                f"{_first_line(error)}"
+            ) from error
+    calling = {id(g.module) for g in found}
+    for index, layer in enumerate(layers):
+        if not any(id(module) in calling for module in layer.modules()):
+            kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
+            kind = f" ({kinds[index]})" if index < len(kinds) else ""
+            raise LoadError(
+                f"{location}: layer {index}, {type(layer).__name__}{kind}, does not keep its state "
+                "in attention KV, and rejected drafts could not be rolled back; models with "
+                "recurrent or convolutional layers are not served"
+            )
+    if len(calling) != len(found):
+        raise LoadError(f"{location}: a layer attends twice per token; its KV cannot be paged")
+    return tuple(found)

@@ -1,0 +1,139 @@
+"""A causal language model over paged KV: what target and draft processes both run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from actors.errors import LoadError
+from actors.model.attention import PagedCache, native_kernels
+from actors.model.compiled import LayerCompiler, can_compile, fuse_projections
+from actors.messages import SlotParams, token_array
+from actors.model.inputs import EntryRows, FlatBatch, SlotTables
+from actors.model.linear import pack_linears
+from actors.model.loader import LoadedModel, load_causal_lm, torch_dtype
+from actors.model.rotary import RotaryTable
+
+if TYPE_CHECKING:
+    from specconfig.model import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+# Compiling takes seconds; below this many parameters a model is fast enough without.
+_COMPILE_MIN_PARAMETERS = 30_000_000
+
+
+class PagedCausalLM:
+    """Weights, KV tensors and the forward. Construct, `allocate`, `warm_up`, then `forward`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device,
+        max_positions: int,
+        compile_layers: Literal["auto", "on", "off"] = "auto",
+    ) -> None:
+        started = time.perf_counter()
+        self.device = device
+        self.dtype = torch_dtype(config.dtype, device, config.checkpoint_dtype)
+        loaded = load_causal_lm(
+            config.model,
+            dtype=self.dtype,
+            device=device,
+            revision=config.revision,
+            hf_overrides=config.hf_overrides,
+        )
+        self._loaded: LoadedModel = loaded
+        self._model = loaded.model
+        self.num_parameters = sum(p.numel() for p in self._model.parameters())
+        self.compiled = self._decide_compile(compile_layers)
+        self._install_rotary(max_positions)
+        if self.compiled:
+            fuse_projections(loaded.layers)
+        packed, plain = pack_linears(self._model)
+        self.caches: list[PagedCache] = []
+        logger.info(
+            "loaded %s: %.0fM parameters, %s on %s, %d linears packed, %d plain, layers %s, %.1f s",
+            config.model, self.num_parameters / 1e6, self.dtype, device, packed, plain,
+            "compiled" if self.compiled else "eager", time.perf_counter() - started,
+        )  # fmt: skip
+
+    def _decide_compile(self, setting: Literal["auto", "on", "off"]) -> bool:
+        if setting == "off" or (setting == "auto" and self.num_parameters < _COMPILE_MIN_PARAMETERS):
+            return False
+        if self.device.type != "cpu":
+            if setting == "on":
+                raise LoadError("compile_layers: on is for CPU; on CUDA use auto or off")
+            return False
+        reason = can_compile()
+        if reason is None:
+            return True
+        if setting == "on":
+            raise LoadError(f"compile_layers: on cannot be had, {reason}; use auto or off")
+        logger.warning("layers run eagerly: %s", reason)
+        return False
+
+    def _install_rotary(self, max_positions: int) -> None:
+        decoder = self._model.get_decoder()  # type: ignore[operator]
+        for name, module in list(decoder.named_children()):
+            if "rotary" in name:
+                setattr(decoder, name, RotaryTable(module, max_positions))
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """KV bytes of one block over all layers."""
+        size = self.dtype.itemsize
+        return sum(2 * g.num_kv_heads * g.head_dim * block_size * size for g in self._loaded.kv)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Create the KV tensors and, where asked, route the layers through compiled graphs."""
+        self.caches = []
+        for geometry in self._loaded.kv:
+            cache = PagedCache(
+                num_blocks, geometry.num_kv_heads, geometry.head_dim, block_size, self.dtype, self.device
+            )
+            geometry.module.paged_cache = cache
+            self.caches.append(cache)
+        if self.compiled:
+            LayerCompiler().install(self._loaded.layers)
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's bits do not depend on the batch: float32 on CPU with our kernels."""
+        return self.device.type == "cpu" and native_kernels(self.caches[0].keys) is not None
+
+    @torch.inference_mode()
+    def forward(self, batch: FlatBatch) -> Tensor:
+        """Logits [N, V] float32 of the batch's logits rows; writes the KV of all rows.
+
+        With no logits rows the KV is still written and an empty tensor returned.
+        """
+        wanted = batch.logits_indices
+        # The head needs at least one row; it is dropped again when none was asked for.
+        keep = wanted if len(wanted) else torch.zeros(1, dtype=torch.int64, device=self.device)
+        out = self._model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            query_start=batch.attention.query_start,
+            seq_lens=batch.attention.seq_lens,
+            block_table=batch.attention.block_table,
+            slots=batch.attention.slots,
+        )
+        logits: Tensor = out.logits[0].float()
+        return logits[: len(wanted)]
+
+    def warm_up(self, tables: SlotTables, max_rows: int) -> None:
+        """Run 1..max_rows rows on the padding block: compiles layers, prepares kernels.
+
+        `tables` must be fresh: every block id in it is 0, the block that no request owns.
+        """
+        tables.apply([SlotParams(slot=0, prompt_len=1, seed=0)], [])
+        for num_rows in range(max_rows, 0, -1):
+            entry = EntryRows(0, 0, token_array([0] * num_rows), num_rows)
+            self.forward(tables.flatten([entry], self.device))
