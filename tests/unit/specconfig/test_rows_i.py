@@ -1,0 +1,313 @@
+"""Acceptance rows I: EngineArgs merging and the speculators format."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specconfig.engine_args import EngineArgs, merge_flags
+from specconfig.errors import ConfigError
+from specconfig.formats.speculators import convert_if_speculators
+from tests.unit.specconfig.catalog import (
+    BLOCK,
+    CATALOG,
+    TARGET,
+    engine,
+    facts,
+    head,
+    llama,
+    spec,
+    speculator,
+    with_models,
+)
+
+K3 = {"num_speculative_tokens": 3}
+
+
+def args(**kwargs: Any) -> EngineArgs:
+    return EngineArgs(model=TARGET, **kwargs)
+
+
+def serve(hf: dict[str, Any], **kwargs: Any) -> Any:
+    """An engine whose `model` is the given speculator."""
+    return engine(kwargs.pop("given", None), model="sp/x", source=with_models({"sp/x": hf}),
+                  **kwargs)  # fmt: skip
+
+
+def test_I1_nothing() -> None:
+    assert args().resolve(facts).speculative is None
+    assert merge_flags(args()) is None
+
+
+def test_I2_flags_alone() -> None:
+    config = args(spec_method="ngram", spec_tokens=3).resolve(facts)
+    assert config.speculative is not None
+    assert (config.speculative.method, config.num_speculative_tokens) == ("ngram", 3)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "gist"),
+    [
+        pytest.param({"speculative_config": K3, "spec_tokens": 5},
+                     "--spec-tokens and speculative_config\\['num_speculative_tokens'\\]",
+                     id="I3-tokens"),
+        pytest.param({"speculative_config": {"method": None}, "spec_method": "ngram"},
+                     "--spec-method and speculative_config\\['method'\\]", id="I3-null"),
+        pytest.param({"speculative_config": {"num-speculative-tokens": 3}, "spec_tokens": 5},
+                     "mutually exclusive", id="I4-ours-hyphens-do-not-escape"),
+    ],
+)  # fmt: skip
+def test_exclusive(kwargs: dict[str, Any], gist: str) -> None:
+    with pytest.raises(ConfigError, match=gist):
+        args(**kwargs).resolve(facts)
+
+
+def test_I4_hyphens() -> None:
+    config = args(speculative_config={"method": "ngram", "num-speculative-tokens": 3})
+    assert config.resolve(facts).num_speculative_tokens == 3
+
+
+def test_I5_injected_keys_are_overwritten() -> None:
+    given = {"method": "ngram", "K": 3, "target_model_config": "mine",
+             "target_parallel_config": "mine"}  # fmt: skip
+    assert spec(given) == spec({"method": "ngram", "K": 3})
+
+
+def test_I6_idempotent_and_pure() -> None:
+    given = {"prompt_lookup_max": 4}
+    before = copy.deepcopy(given)
+    one = args(speculative_config=given, spec_method="ngram", spec_tokens=3)
+    assert one.resolve(facts) == one.resolve(facts)
+    assert given == before
+
+
+def test_I7_speculator_as_model() -> None:
+    config = engine(None, model="sp/eagle3")
+    assert (config.model.model, config.model.tokenizer) == ("meta/verifier", "meta/verifier")
+    assert config.speculative is not None
+    assert (config.speculative.method, config.num_speculative_tokens) == ("eagle3", 5)
+    assert config.speculative.model == "sp/eagle3"
+
+
+def test_I8_user_values_win() -> None:
+    given = {"K": 2, "attention_backend": "sdpa"}
+    config = engine(given, model="sp/eagle3")
+    assert config.speculative is not None
+    assert config.num_speculative_tokens == 2
+    assert config.speculative.attention_backend == "SDPA"
+
+
+def test_I9_pinned() -> None:
+    config = engine({"method": "ngram", "model": "other"}, model="sp/eagle3")
+    assert config.speculative is not None
+    assert (config.speculative.method, config.speculative.model) == ("eagle3", "sp/eagle3")
+    warned = "\n".join(config.warnings)
+    assert "speculative_config.method is replaced" in warned
+    assert "speculative_config.model is replaced" in warned
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "parallel"),
+    [
+        pytest.param("sp/peagle", "eagle3", True, id="I10-peagle"),
+        pytest.param("sp/dflash2", "dflash", True, id="I10-dflash2"),
+        pytest.param("sp/dflash", "dflash", True, id="I10-dflash"),
+        pytest.param("sp/dspark", "dspark", True, id="I10-dspark"),
+        pytest.param("sp/eagle3", "eagle3", False, id="I10-eagle3"),
+    ],
+)
+def test_I10_types(model: str, method: str, parallel: bool) -> None:
+    config = engine(None, model=model)
+    assert config.speculative is not None
+    assert config.speculative.method == method
+    assert config.speculative.parallel_drafting is parallel
+
+
+def test_I11_peagle_is_parallel() -> None:
+    with pytest.raises(ConfigError, match="parallel_drafting"):
+        engine({"parallel_drafting": False}, model="sp/peagle")
+
+
+def broken(path: str, value: Any = None, *, drop: bool = True) -> dict[str, Any]:
+    hf = speculator("eagle3")
+    place: Any = hf
+    *parents, last = path.split(".")
+    for part in parents:
+        place = place[int(part) if part.isdigit() else part]
+    if drop:
+        del place[last]
+    else:
+        place[last] = value
+    return hf
+
+
+STRUCTURE = [
+    ("I12-methods", broken("speculators_config.proposal_methods"), "Invalid speculators config"),
+    ("I12-no-methods", broken("speculators_config.proposal_methods", [], drop=False),
+     "Invalid speculators config"),
+    ("I12-verifier", broken("speculators_config.verifier"), "Invalid speculators config"),
+    ("I12-name", broken("speculators_config.verifier.name_or_path"), "Invalid speculators config"),
+    ("I12-type", broken("speculators_model_type"), "Invalid speculators config"),
+    ("I12-tokens", broken("speculators_config.proposal_methods.0.speculative_tokens"),
+     "Invalid speculators config"),
+    ("I13-tokens-null", speculator("eagle3", tokens=None), "Missing 'speculative_tokens'"),
+    ("I13-no-layers", broken("transformer_layer_config"), "Must provide"),
+    # 0.33 raises TypeError here; ours stays in the ConfigError tree.
+    ("I13-layers-list", broken("transformer_layer_config", [], drop=False), "not a list"),
+    *((f"I15-{name}", speculator("eagle3", target=name), "remote model repository")
+      for name in ("/tmp/nowhere-to-be-found", "./local", None, "a/b/c")),
+    ("I17-mistral", speculator("eagle3", transformer_layer_config={
+        **speculator("eagle3")["transformer_layer_config"], "model_type": "mistral"}), "mistral"),
+    ("I18-no-mask", speculator("peagle"), "mask_token_id"),
+    ("I22", speculator("mlp"), "expected one of"),
+    ("I22-ours-tokens-zero", speculator("eagle3", tokens=0), "positive integer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hf", "gist"), [pytest.param(h, g, id=i) for i, h, g in STRUCTURE])
+def test_structure(hf: dict[str, Any], gist: str) -> None:
+    with pytest.raises(ConfigError, match=gist):
+        serve(hf)
+
+
+def test_I14_first_proposal_method() -> None:
+    hf = speculator("eagle3", tokens=3)
+    hf["speculators_config"]["proposal_methods"].append({"speculative_tokens": 9})
+    assert serve(hf).num_speculative_tokens == 3
+
+
+def test_I15_ours_existing_local_targets_are_fine(tmp_path: Path) -> None:
+    hf = speculator("eagle3", target=str(tmp_path))
+    config = engine(None, model="sp/x", source=with_models({"sp/x": hf, str(tmp_path): llama()}))
+    assert config.model.model == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [pytest.param(llama(speculators_config=None), id="I16-null"),
+     pytest.param({**llama(), "speculators_config": None}, id="I16-explicit-null"),
+     pytest.param(llama(), id="I16-absent")],
+)  # fmt: skip
+def test_I16_passthrough(hf: dict[str, Any]) -> None:
+    config = serve(hf)
+    assert config.model.model == "sp/x" and config.speculative is None
+
+
+def test_I16_single_files_are_not_speculators(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"")
+    hf = {**llama(), **speculator("eagle3")}
+    config = engine(None, model=str(file), source=with_models({str(file): hf}))
+    assert config.speculative is None
+
+
+def test_I17_eagle3_defaults() -> None:
+    out = convert_if_speculators(copy.deepcopy(CATALOG["sp/eagle3"]), "x")
+    assert out["architectures"] == ["Eagle3LlamaForCausalLM"]
+    wanted = {"draft_vocab_size": 16000, "norm_before_residual": True, "norm_before_fc": False,
+              "fc_norm": False, "norm_output": False}  # fmt: skip
+    assert {key: out[key] for key in wanted} == wanted
+    assert "target_hidden_size" not in out
+
+
+def test_I17_qwen3_and_empty_aux() -> None:
+    hf = speculator("eagle3", eagle_aux_hidden_state_layer_ids=[])
+    hf["transformer_layer_config"]["model_type"] = "qwen3"
+    out = convert_if_speculators(hf, "x")
+    assert out["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    assert "eagle_aux_hidden_state_layer_ids" not in out
+
+
+def test_I18_peagle() -> None:
+    out = convert_if_speculators(speculator("peagle", mask_token_id=9), "x")
+    assert (out["pard_token"], out["norm_before_residual"]) == (9, False)
+    assert out["architectures"] == ["PeagleLlamaForCausalLM"]
+    assert engine(None, model="sp/peagle").max_num_new_slots_for_drafting == 4
+
+
+@pytest.mark.parametrize(
+    ("flag", "causal"), [pytest.param(None, False, id="I19"), pytest.param(False, True, id="I19-f")]
+)
+def test_I19_dflash(flag: bool | None, causal: bool) -> None:
+    changes = {} if flag is None else {"sliding_window_non_causal": flag}
+    out = convert_if_speculators(speculator("dflash", **BLOCK, **changes), "x")
+    assert out["dflash_config"] == {
+        "mask_token_id": 9, "target_layer_ids": [1, 4], "sample_from_anchor": False,
+        "causal": causal,
+    }  # fmt: skip
+    assert out["eagle_aux_hidden_state_layer_ids"] == [2, 5]
+
+
+def test_I20_dflash2() -> None:
+    out = convert_if_speculators(copy.deepcopy(CATALOG["sp/dflash2"]), "x")
+    assert out["architectures"] == ["DFlash2DraftModel"]
+    assert out["dflash_config"]["conv_kernel_size"] == 2
+    assert "selector_top_k" not in out["dflash_config"]
+
+
+@pytest.mark.parametrize(
+    ("anchor", "extra"),
+    [pytest.param(None, 1, id="I21-default"), pytest.param(True, 0, id="I21-anchor")],
+)
+def test_I21_dspark(anchor: bool | None, extra: int) -> None:
+    changes = {} if anchor is None else {"sample_from_anchor": anchor}
+    hf = speculator("dspark", tokens=7, block_size=8, **BLOCK, **changes)
+    config = engine({"model": "sp/x", "method": "dspark"}, source=with_models({"sp/x": hf}))
+    assert config.draft_model is not None
+    assert config.num_lookahead_tokens == config.num_speculative_tokens + extra
+    assert config.draft_model.hf_config["dspark_bonus_anchor"] is (anchor is not True)
+
+
+def test_I21_ours_dspark_needs_its_mask() -> None:
+    with pytest.raises(ConfigError, match="mask_token_id"):
+        serve(speculator("dspark", aux_hidden_state_layer_ids=[2, 5], block_size=8))
+
+
+def test_I23_flags_on_a_speculator() -> None:
+    with pytest.raises(ConfigError, match="--spec-tokens and a speculators model"):
+        engine(None, model="sp/eagle3", spec_tokens=3)
+
+
+def test_I24_speculator_as_draft() -> None:
+    resolved = spec({"model": "sp/eagle3", "K": 3})
+    draft = resolved.draft_model_config
+    assert draft is not None and resolved.method == "eagle3"
+    assert (draft.architecture, draft.model_type) == ("Eagle3LlamaForCausalLM", "speculators")
+
+
+def test_the_callers_checkpoint_dict_is_not_changed() -> None:
+    hf = copy.deepcopy(CATALOG["sp/dspark"])
+    convert_if_speculators(hf, "x")
+    assert hf == CATALOG["sp/dspark"]
+
+
+def test_revision_names_the_speculator_not_its_target() -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def source(model: str, revision: str | None) -> Any:
+        seen.append((model, revision))
+        return CATALOG[model]
+
+    config = engine(None, model="sp/eagle3", revision="r7", source=source)
+    assert ("meta/verifier", None) in seen and ("sp/eagle3", "r7") in seen
+    assert config.model.revision is None
+    assert config.draft_model is not None and config.draft_model.revision == "r7"
+
+
+def test_independent_speculator_is_a_draft_model() -> None:
+    hf = {**head(num_hidden_layers=4), **{
+        key: value for key, value in speculator("independent", tokens=4).items()
+        if key.startswith("speculators")}}  # fmt: skip
+    config = serve(hf)
+    assert config.speculative is not None
+    assert (config.speculative.method, config.num_speculative_tokens) == ("draft_model", 4)
+
+
+def test_mtp_and_eagle_speculators() -> None:
+    mtp = speculator("mtp", tokens=1, num_nextn_predict_layers=1)
+    mtp["transformer_layer_config"]["model_type"] = "qwen3"
+    assert serve(mtp).speculative.method == "mtp"
+    assert serve(speculator("eagle")).speculative.method == "eagle"

@@ -1,0 +1,331 @@
+"""Acceptance rows J (hash, overrides) and S (registry, capabilities)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from specconfig import registry
+from specconfig.errors import ConfigError
+from specconfig.hashing import GRAPH_FACTORS, NOT_GRAPH
+from specconfig.options import SpeculativeFields, SpeculativeOptions
+from specconfig.overrides import draft_overrides
+from specconfig.speculative import SpeculativeConfig
+from specconfig.speculators.base import SpeculatorConfig
+from specconfig.speculators.eagle import Eagle3SpeculatorConfig, EagleSpeculatorConfig
+from specconfig.speculators.ngram import NgramSpeculatorConfig
+from tests.unit.specconfig.catalog import CATALOG, engine, head, spec, with_models
+
+EAGLE3 = {"method": "eagle3", "model": "org/EAGLE3-head", "K": 3}
+DSPARK = {"method": "dspark", "model": "org/dspark_x"}
+
+
+def digest(given: dict[str, Any], **kwargs: Any) -> str:
+    return spec(given, **kwargs).compute_hash()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({**EAGLE3, "K": 5}, id="J1-K"),
+        pytest.param({**EAGLE3, "draft_lm_head_quantization": "fp8"}, id="J1-lm-head"),
+        pytest.param({**EAGLE3, "rejection_sample_method": "block"}, id="J1-block"),
+    ],
+)
+def test_J1_not_in_the_graph(changed: dict[str, Any]) -> None:
+    assert digest(changed) == digest(EAGLE3)
+
+
+def test_J1_parallel() -> None:
+    given = {"method": "eagle3", "model": "org/peagle3", "K": 3}
+    assert digest(given) == digest({**given, "parallel_drafting": True})
+
+
+def test_J2_what_differs() -> None:
+    same = head(draft_vocab_size=16000)
+    source = with_models({
+        "org/eagle-a": same,
+        "org/aux-eagle3": {**same, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        "meta/other": {**CATALOG["meta/target"], "num_hidden_layers": 16},
+    })  # fmt: skip
+    eagle = {"method": "eagle", "model": "org/eagle-a", "K": 3}
+    pairs = [
+        (digest(eagle, source=source), digest({**eagle, "method": "eagle3"}, source=source)),
+        (digest(EAGLE3), digest({**EAGLE3, "model": "org/aux-eagle3"}, source=source)),
+        (digest(DSPARK), digest({**DSPARK, "enable_adaptive_verification": True})),
+        (digest(DSPARK), digest({**DSPARK, "dspark_draft_topk": 64})),
+        (digest({"method": "ngram", "K": 3}),
+         digest({"method": "ngram", "K": 3}, model="meta/tiny")),
+        (digest({"method": "mtp", "K": 1}, model="ds/V3"),
+         digest({"method": "mtp", "K": 1, "index_share_for_mtp_iteration": True}, model="ds/V3")),
+    ]  # fmt: skip
+    assert all(first != second for first, second in pairs)
+
+
+def test_J3_lookup_drafters_share_the_targets_graph() -> None:
+    hashes = {digest({"method": name, "K": 3}) for name in ("ngram", "ngram_gpu")}
+    assert hashes == {digest({"model": "pkg.My", "K": 3})}
+
+
+def test_every_field_is_a_graph_factor_or_listed_as_none() -> None:
+    fields = set(SpeculativeConfig.model_fields)
+    assert not GRAPH_FACTORS & NOT_GRAPH
+    assert GRAPH_FACTORS | NOT_GRAPH == fields
+
+
+def test_J4_overrides_apply_to_copies() -> None:
+    config = engine({"model": "meta/tiny", "K": 3, "moe_backend": "triton",
+                     "kv_cache_dtype": "fp8"})  # fmt: skip
+    target_side = {"moe_backend": "auto", "attention_backend": "SDPA", "kv_cache_dtype": "auto"}
+    before = dict(target_side)
+    assert config.speculative is not None
+    assert draft_overrides(config.speculative, target_side) == {
+        "moe_backend": "triton", "attention_backend": "SDPA", "kv_cache_dtype": "fp8",
+    }  # fmt: skip
+    assert target_side == before
+    assert config.draft_kv_bytes_per_token == 22 * 2 * 4 * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [pytest.param("auto", None, id="J5-auto"), pytest.param("AuTo", None, id="J5-AuTo"),
+     pytest.param("flash_attn", "FLASH_ATTN", id="J5-flash")],
+)  # fmt: skip
+def test_J5_attention_backend(text: str, expected: str | None) -> None:
+    assert spec({**EAGLE3, "attention_backend": text}).attention_backend == expected
+
+
+def test_J5_unknown() -> None:
+    with pytest.raises(ConfigError, match="Unknown attention backend 'nope'.*FLASH_ATTN"):
+        spec({**EAGLE3, "attention_backend": "nope"})
+
+
+def test_J6_open_and_closed_sets() -> None:
+    resolved = spec({**EAGLE3, "quantization": "weird", "kv_cache_dtype": "weird"})
+    assert (resolved.quantization, resolved.kv_cache_dtype) == ("weird", "weird")
+    with pytest.raises(ConfigError, match="moe_backend"):
+        spec({**EAGLE3, "moe_backend": "nope"})
+
+
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [pytest.param({"method": "ngram", "K": 4, "parallel_drafting": True}, "meta/target",
+                  id="J7-ngram"),
+     pytest.param({"method": "mtp", "K": 3, "parallel_drafting": True}, "ds/V3", id="J7-mtp")],
+)  # fmt: skip
+def test_J7_parallel_drafting_does_not_leak(given: dict[str, Any], model: str) -> None:
+    with pytest.raises(ConfigError, match="parallel_drafting does not apply"):
+        spec(given, model=model)
+
+
+def test_J8_no_room() -> None:
+    with pytest.raises(ConfigError, match="not enough slots"):
+        engine({"model": "meta/tiny", "K": 3}, max_num_batched_tokens=3)
+
+
+# S: registry ---------------------------------------------------------------------------------
+
+
+class CustomEagle(EagleSpeculatorConfig):
+    """An EAGLE variant of a third party."""
+
+    variant = "custom-eagle"
+    implementation = "thirdparty.drafters:Mine"
+    supported_options = frozenset({"speculator_options"})
+    uses_separate_workspace_lane: ClassVar[bool] = True
+
+
+class OtherEagle(EagleSpeculatorConfig):
+    """Another one."""
+
+
+class DeclaredEagle3(Eagle3SpeculatorConfig):
+    """A class that a checkpoint declares."""
+
+    variant = "declared"
+
+
+class Standalone(SpeculatorConfig):
+    """A method with no built-in relative."""
+
+    variant = "standalone"
+    implementation = "thirdparty.drafters:Other"
+
+
+@pytest.fixture(autouse=True)
+def clean_registry() -> Iterator[None]:
+    before = dict(registry._custom)
+    yield
+    registry._custom.clear()
+    registry._custom.update(before)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("ngram", id="S1-ngram"), pytest.param("deepseek_mtp", id="S1-alias"),
+             pytest.param("pard", id="S1-pard")]
+)  # fmt: skip
+def test_S1_built_in(name: str) -> None:
+    with pytest.raises(ConfigError, match="built-in speculative method"):
+        registry.register_speculative_method(name, CustomEagle)
+
+
+def test_S2_registering() -> None:
+    registry.register_speculative_method("x", CustomEagle)
+    registry.register_speculative_method("x", CustomEagle)
+    assert registry.registered_speculative_methods() == ["x"]
+    with pytest.raises(ConfigError, match="already registered"):
+        registry.register_speculative_method("x", OtherEagle)
+
+
+def test_S3_custom_method_takes_its_bases_path() -> None:
+    registry.register_speculative_method("x", CustomEagle)
+    config = engine({"method": "x", "model": "org/eagle-head", "K": 3})
+    assert config.speculative is not None
+    assert (config.speculative.custom_method, config.speculative.method) == ("x", "eagle")
+    assert config.drafter_implementation == "thirdparty.drafters:Mine"
+    assert config.speculative.speculator.uses_separate_workspace_lane
+    assert config.num_prefill_lookahead_tokens == 1
+    # The plan carries the class, so a process that never registered it reads it back.
+    registry._custom.clear()
+    assert type(config).from_json(config.to_json()) == config
+
+
+def test_S3_a_method_without_a_base_keeps_its_name() -> None:
+    registry.register_speculative_method("alone", Standalone)
+    config = engine({"method": "alone", "K": 3})
+    assert config.speculative is not None
+    assert config.speculative.method == config.speculative.custom_method == "alone"
+    assert config.num_lookahead_tokens == 0
+
+
+def test_S4_unknown_lists_registered() -> None:
+    registry.register_speculative_method("x", CustomEagle)
+    with pytest.raises(ConfigError) as raised:
+        spec({"method": "nope", "K": 3})
+    text = str(raised.value)
+    assert "'nope'" in text and "['x']" in text
+    assert str(sorted(registry.BUILTIN_METHODS)) in text
+
+
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [
+        pytest.param({"method": "eagle", "model": "org/eagle-head", "K": 3,
+                      "index_share_for_mtp_iteration": True}, "meta/target", id="S5-eagle"),
+        pytest.param({"method": "mtp", "K": 1, "dspark_draft_topk": 4}, "ds/V3", id="S5-mtp"),
+        pytest.param({"method": "ngram", "K": 3, "speculator_options": {}}, "meta/target",
+                     id="S5-ngram"),
+    ],
+)  # fmt: skip
+def test_S5_unsupported_option(given: dict[str, Any], model: str) -> None:
+    with pytest.raises(ConfigError, match="unsupported option for method"):
+        spec(given, model=model)
+
+
+def declaring(name: str) -> Any:
+    return with_models({"org/declared-eagle3": head(speculator_config_class=name)})
+
+
+def test_S6_declared_subclass() -> None:
+    given = {"method": "eagle3", "model": "org/declared-eagle3", "K": 3}
+    resolved = spec(given, source=declaring(DeclaredEagle3.__qualname__))
+    assert resolved.speculator.variant == "declared"
+
+
+def test_S6_declared_class_of_another_method() -> None:
+    given = {"method": "eagle3", "model": "org/declared-eagle3", "K": 3}
+    with pytest.raises(ConfigError, match="'eagle3'.*declares 'ngram'"):
+        spec(given, source=declaring(NgramSpeculatorConfig.__qualname__))
+
+
+def test_S6_checkpoints_cannot_name_code_to_import() -> None:
+    given = {"method": "eagle3", "model": "org/declared-eagle3", "K": 3}
+    with pytest.raises(ConfigError, match="built-in or registered"):
+        spec(given, source=declaring("os:system"))
+
+
+def test_S7_multi_module() -> None:
+    speculator = spec({"method": "mtp", "K": 2}, model="ds/V3-2").speculator
+    assert type(speculator).__name__ == "MultiModuleMTPSpeculatorConfig"
+    assert not speculator.supports_pcp
+
+
+def test_S8_hash_of_custom_options() -> None:
+    registry.register_speculative_method("x", CustomEagle)
+    registry.register_speculative_method("y", CustomEagle)
+    base = {"method": "x", "model": "org/eagle-head", "K": 3}
+    one = digest({**base, "speculator_options": {"a": 1, "b": 2}})
+    assert one == digest({**base, "speculator_options": {"b": 2, "a": 1}})
+    assert one != digest({**base, "speculator_options": {"a": 1, "b": 3}})
+    assert digest(base) != digest({**base, "method": "y"})
+
+
+IMPORTS = """
+import sys, time
+start = time.perf_counter()
+import specconfig
+specconfig.EngineArgs, specconfig.EngineConfig, specconfig.ConfigError
+specconfig.SpeculativeConfig, specconfig.register_speculative_method
+elapsed = time.perf_counter() - start
+heavy = [m for m in ("torch", "ray", "transformers", "numpy", "huggingface_hub") if m in sys.modules]
+methods = [m for m in sys.modules if m.startswith("specconfig.speculators.")
+           and m != "specconfig.speculators.base"]
+engine = [m for m in sys.modules if m.split(".")[0] in ("actors", "parallel", "deploy")]
+print(repr((heavy, methods, engine, elapsed)))
+"""
+
+
+def test_S9_imports_stay_light() -> None:
+    # Best of three: the machine is shared, the budget is about this package.
+    best = 9.0
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True
+        )
+        heavy, methods, engine_modules, elapsed = ast.literal_eval(done.stdout)
+        assert (heavy, methods, engine_modules) == ([], [], [])
+        best = min(best, elapsed)
+    assert best < 0.5
+
+
+SEED = {
+    "method": "eagle3",
+    "model": "org/EAGLE3-head",
+    "num_speculative_tokens": 4,
+    "num_speculative_tokens_per_batch_size": [[1, 8, 4], [9, 32, 3], [33, 128, 2]],
+    "draft_lm_head_quantization": "fp8",
+    "draft_tensor_parallel_size": 1,
+    "disable_eagle_block_drop": False,
+}
+
+
+def test_S10_the_seeds_example() -> None:
+    config = engine(SEED, max_num_seqs=200)
+    assert (config.num_lookahead_tokens, config.num_prefill_lookahead_tokens) == (4, 1)
+    assert (config.num_hash_lookahead_tokens, config.max_num_new_slots_for_drafting) == (1, 0)
+    assert {config.num_speculative_tokens_for_batch(n) for n in range(1, 9)} == {4}
+    assert {config.num_speculative_tokens_for_batch(n) for n in range(9, 33)} == {3}
+    assert {config.num_speculative_tokens_for_batch(n) for n in range(33, 201)} == {2}
+
+
+def test_every_option_is_described() -> None:
+    for cls in (SpeculativeFields, SpeculativeOptions):
+        assert all(field.description for field in cls.model_fields.values())
+
+
+def test_no_method_specific_option_is_unclaimed() -> None:
+    from specconfig.registry import CONFIG_BY_METHOD, load_class
+    from specconfig.speculators.base import METHOD_OPTIONS
+
+    claimed: set[str] = set()
+    pending = [load_class(name) for name in CONFIG_BY_METHOD.values()]
+    while pending:
+        cls = pending.pop()
+        claimed |= cls.supported_options
+        pending.extend(cls.__subclasses__())
+    assert claimed == set(METHOD_OPTIONS)
