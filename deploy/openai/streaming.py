@@ -30,15 +30,15 @@ async def events(
     """
     try:
         async with aclosing(runs):
-            opening = "".join(map(event, answer.opening()))
             held: list[RunOutput] = []
+            lead: str | None = "".join(map(event, answer.opening()))
             async for run in runs:
                 held.append(run)
-                waiting = sum(len(r.token_ids) for r in held)
-                if run.finish_reason is None and not opening and waiting < least_tokens:
+                num_tokens = sum(len(r.token_ids) for r in held)
+                if lead is None and run.finish_reason is None and num_tokens < least_tokens:
                     continue
-                yield opening + "".join(map(event, answer.chunks(merge(held))))
-                opening, held = "", []
+                yield (lead or "") + "".join(map(event, answer.chunks(merge(held))))
+                lead, held = None, []
         yield DONE
     except Exception as error:
         yield event(from_exception(error, request_id).body())

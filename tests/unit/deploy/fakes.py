@@ -1,0 +1,113 @@
+"""A scripted engine: says a fixed text, in runs of a given length, and fails where told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from actors.protocols import (
+    FinishReason,
+    GenerateRequest,
+    RunOutput,
+    SpeculationStats,
+    TokenLogprob,
+)
+from deploy.engine_client import ReplicaReport
+from deploy.openai.logprobs import decode_whole
+
+
+class ScriptedEngine:
+    """Continues any prompt with `text`, one token a byte.
+
+    A prompt that already ends with a beginning of `text` (a continuation after a loss) is
+    continued there, as the counter-based noise of the real engine would.
+    """
+
+    def __init__(self, text: str = "", run_length: int = 3) -> None:
+        self.script = list(text.encode())
+        self.run_length = run_length
+        self.requests: list[GenerateRequest] = []
+        self.closed: list[str] = []
+        # attempt number -> (runs to deliver first, exception)
+        self.failures: dict[int, tuple[int, Exception]] = {}
+        self.error: str | None = None
+        self.delay_s = 0.0
+        self.health: list[ReplicaReport] = [ReplicaReport("a", "", {})]
+        self.prompt_len: int | None = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
+        attempt = len(self.requests)
+        self.requests.append(request)
+        if self.prompt_len is None:
+            self.prompt_len = len(request.prompt_token_ids)
+        start = len(request.prompt_token_ids) - self.prompt_len
+        script = self.script[start:]
+        limit = request.max_tokens
+        ids = script if limit is None else script[:limit]
+        reason = FinishReason.STOP if len(ids) == len(script) else FinishReason.LENGTH
+        num_runs, failure = self.failures.get(attempt, (-1, None))
+        pending = b""
+        drafts = accepted_total = 0
+        try:
+            for run, at in enumerate(range(0, len(ids), self.run_length)):
+                if failure is not None and run == num_runs:
+                    raise failure
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                tokens = ids[at : at + self.run_length]
+                last = at + self.run_length >= len(ids)
+                text, pending = decode_whole(pending + bytes(tokens))
+                if last:
+                    text += pending.decode(errors="replace")
+                accepted = [*([True] * (len(tokens) - 1)), False]
+                drafts += 1
+                accepted_total += len(tokens) - 1
+                yield RunOutput(
+                    request_id=request.request_id,
+                    token_ids=tuple(tokens),
+                    text=text,
+                    accepted=tuple(accepted),
+                    logprobs=self._logprobs(request, tokens),
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    num_cached_tokens=0,
+                    num_output_tokens=at + len(tokens),
+                    finish_reason=(FinishReason.ABORT if self.error else reason) if last else None,
+                    error=self.error if last else None,
+                    speculation=SpeculationStats(
+                        num_steps=drafts,
+                        num_drafts=drafts,
+                        num_draft_tokens=4 * drafts,
+                        num_accepted_tokens=accepted_total,
+                        num_accepted_tokens_per_pos=(drafts, accepted_total - drafts, 0, 0),
+                    ),
+                )
+            if failure is not None:
+                raise failure
+        finally:
+            self.closed.append(request.request_id)
+
+    @staticmethod
+    def _logprobs(
+        request: GenerateRequest, tokens: Sequence[int]
+    ) -> tuple[TokenLogprob, ...] | None:
+        if request.num_logprobs < 0:
+            return None
+        return tuple(
+            TokenLogprob(t, -0.5, tuple((t + n, -0.5 - n) for n in range(request.num_logprobs)))
+            for t in tokens
+        )
+
+    async def reports(self, timeout_s: float) -> Sequence[ReplicaReport]:
+        return self.health
+
+    async def describe(self, timeout_s: float) -> dict[str, Any]:
+        return {"model": "tiny", "lossless": True}
+
+
+def sse(body: str) -> list[str]:
+    """Payloads of an event stream."""
+    events = body.split("\n\n")
+    assert events[-1] == "", "the last event is terminated"
+    assert all(event.startswith("data: ") for event in events[:-1])
+    return [event[6:] for event in events[:-1]]
