@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from actors.messages import Int32Array
+from specconfig.engine import EngineConfig
 
 _ID_BYTES = 4
 
@@ -37,6 +38,14 @@ class NgramDrafter:
         self.min_n = min_n
         self.max_n = max_n
         self._indexes: dict[int, _Index] = {}
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> NgramDrafter:
+        """The drafter that `config.speculative` describes."""
+        options = config.speculative
+        assert options is not None
+        assert options.prompt_lookup_min is not None and options.prompt_lookup_max is not None
+        return cls(options.prompt_lookup_min, options.prompt_lookup_max)
 
     def __len__(self) -> int:
         return len(self._indexes)

@@ -1,0 +1,68 @@
+"""Bundles of one replica, and where each role sits in them. Pure: Ray only sees the result.
+
+Bundle r belongs to target rank r and, when a draft model is colocated, to draft rank r on the
+same device. The replica process (the verifier) sits in bundle 0. A dedicated draft gets bundles
+of its own behind the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specconfig.engine import EngineConfig
+
+# CPU shares are bookkeeping: every process of a bundle may use all its cores, they take turns.
+VERIFIER_CPUS = 0.1
+TARGET_CPUS = 0.4
+DRAFT_CPUS = 0.3
+_BUNDLE_CPUS = VERIFIER_CPUS + TARGET_CPUS + DRAFT_CPUS
+
+
+@dataclass(frozen=True)
+class RolePlacement:
+    """Where one actor goes: bundle index and its share of that bundle."""
+
+    bundle: int
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True)
+class ReplicaPlacement:
+    """All of one replica. `drafts` is empty when no separate draft process exists."""
+
+    bundles: tuple[dict[str, float], ...]
+    targets: tuple[RolePlacement, ...]
+    drafts: tuple[RolePlacement, ...]
+
+    @property
+    def is_fused(self) -> bool:
+        return not self.drafts
+
+
+def place_replica(config: EngineConfig, *, use_gpus: bool) -> ReplicaPlacement:
+    """Bundles and shares for `config`.
+
+    `use_gpus`: whether bundles ask Ray for one GPU each. Ray's fractions are bookkeeping too:
+    memory on a shared device is divided by explicit byte budgets, not by Ray.
+    """
+    has_draft_process = config.drafter_host == "draft" and config.draft_placement != "fused"
+    is_dedicated = has_draft_process and config.draft_placement == "dedicated"
+    num_targets = config.parallel.tensor_parallel_size
+    draft_parallel = config.draft_parallel
+    num_drafts = draft_parallel.tensor_parallel_size if has_draft_process and draft_parallel else 0
+    gpu = 1.0 if use_gpus else 0.0
+    shares_device = has_draft_process and not is_dedicated
+    target_gpu = gpu * (config.runtime.target_gpu_fraction if shares_device else 1.0)
+    draft_gpu = gpu * (config.runtime.draft_gpu_fraction if shares_device else 1.0)
+
+    bundle = {"CPU": round(_BUNDLE_CPUS, 3)}
+    if use_gpus:
+        bundle["GPU"] = 1.0
+    bundles = [dict(bundle) for _ in range(num_targets + (num_drafts if is_dedicated else 0))]
+    first_draft = num_targets if is_dedicated else 0
+    return ReplicaPlacement(
+        tuple(bundles),
+        tuple(RolePlacement(rank, TARGET_CPUS, target_gpu) for rank in range(num_targets)),
+        tuple(RolePlacement(first_draft + r, DRAFT_CPUS, draft_gpu) for r in range(num_drafts)),
+    )
