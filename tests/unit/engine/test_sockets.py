@@ -185,8 +185,15 @@ class Group:
         link = sockets.socket_path("d")
         self.processes = {
             role: subprocess.Popen(
-                [sys.executable, "-m", "tests.unit.engine.test_sockets", role, listener.path]
-                + [link, trouble],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.unit.engine.test_sockets",
+                    role,
+                    listener.path,
+                    link,
+                    trouble,
+                ],
                 cwd=ROOT,
                 stderr=subprocess.DEVNULL,
             )

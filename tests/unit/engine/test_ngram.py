@@ -1,0 +1,114 @@
+import random
+import time
+
+import numpy as np
+import pytest
+
+from actors.draft.drafters.base import legal_prefix
+from actors.draft.drafters.ngram import NgramDrafter
+
+
+def brute_force(tokens, min_n, max_n, k):
+    """Longest suffix (at most max_n) that occurred before; its earliest occurrence."""
+    num = len(tokens)
+    for n in range(min(max_n, num - 1), min_n - 1, -1):
+        suffix = tokens[num - n :]
+        for start in range(num - n):
+            if tokens[start : start + n] == suffix:
+                return tokens[start + n : start + n + k]
+    return []
+
+
+def propose(tokens, min_n, max_n, k):
+    drafter = NgramDrafter(min_n, max_n)
+    return list(drafter.propose(1, np.asarray(tokens, dtype=np.int32), k))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "min_n", "max_n", "k", "expected"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3, 7, 1, 2, 3], 3, 3, 2, [9, 1]),  # earliest, not most recent
+        ([5, 5, 5, 5], 1, 2, 3, [5, 5]),  # overlaps the suffix, short at the end
+        ([1, 2, 3, 4], 1, 4, 3, []),
+        ([1, 2], 3, 3, 5, []),  # fewer than min_n tokens
+        ([1, 2, 3, 1, 2], 1, 5, 1, [3]),
+        ([7], 1, 1, 3, []),
+        ([7, 7], 1, 1, 3, [7]),
+        ([9, 1, 2, 5, 1, 2, 8, 9, 1, 2], 1, 3, 2, [5, 1]),
+    ],
+)
+def test_golden_values(tokens, min_n, max_n, k, expected):
+    assert propose(tokens, min_n, max_n, k) == expected
+
+
+def test_equals_brute_force_on_random_cases():
+    rng = random.Random(7)
+    hits = 0
+    for _ in range(20_000):
+        vocab = rng.randint(1, 5)
+        tokens = [rng.randrange(vocab) for _ in range(rng.randint(1, 24))]
+        min_n = rng.randint(1, 4)
+        max_n = rng.randint(min_n, 6)
+        k = rng.randint(1, 6)
+        expected = brute_force(tokens, min_n, max_n, k)
+        assert propose(tokens, min_n, max_n, k) == expected, (tokens, min_n, max_n, k)
+        hits += bool(expected)
+    assert 5_000 < hits < 20_000
+
+
+def test_the_growing_index_equals_brute_force():
+    rng = random.Random(8)
+    for case in range(300):
+        drafter = NgramDrafter(1, 4)
+        tokens: list[int] = []
+        while len(tokens) < 60:
+            if tokens and rng.random() < 0.1:  # preempted, replaced or reset: shrinks or differs
+                tokens = tokens[: rng.randrange(len(tokens))]
+                if tokens and rng.random() < 0.5:
+                    tokens[rng.randrange(len(tokens))] = rng.randrange(4)
+            tokens += [rng.randrange(4) for _ in range(rng.randint(1, 6))]
+            got = list(drafter.propose(case, np.asarray(tokens, dtype=np.int32), 4))
+            assert got == brute_force(tokens, 1, 4, 4)
+
+
+def test_state_is_per_request_and_forgotten():
+    drafter = NgramDrafter(1, 3)
+    repeated = np.asarray([1, 2, 3, 1, 2, 3, 1], dtype=np.int32)
+    fresh = np.asarray([3, 1], dtype=np.int32)
+    assert drafter.propose(1, repeated, 3)
+    assert list(drafter.propose(2, fresh, 3)) == []
+    drafter.forget(1)
+    assert list(drafter.propose(1, fresh, 3)) == []
+    drafter.forget(1)
+    drafter.forget(2)
+    drafter.forget(3)
+    assert len(drafter) == 0
+
+
+def test_illegal_windows_are_refused():
+    for min_n, max_n in ((0, 1), (3, 2)):
+        with pytest.raises(ValueError, match="min_n"):
+            NgramDrafter(min_n, max_n)
+
+
+def test_many_long_contexts_are_fast_once_indexed():
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(0, 2000, 4096 + 8, dtype=np.int32) for _ in range(512)]
+    drafter = NgramDrafter(3, 5)
+    for key, context in enumerate(contexts):
+        drafter.propose(key, context[:4096], 5)
+    best = 1.0
+    for end in range(4097, 4102):
+        started = time.perf_counter()
+        for key, context in enumerate(contexts):
+            drafter.propose(key, context[:end], 5)
+        best = min(best, time.perf_counter() - started)
+    assert best < 0.05, f"{best * 1e3:.1f} ms for 512 requests"
+
+
+def test_legal_prefix_ends_at_the_first_token_outside_the_vocabulary():
+    assert legal_prefix([1, 2, -1, 3], 4, 10).tolist() == [1, 2]
+    assert legal_prefix([1, 2, 10, 3], 4, 10).tolist() == [1, 2]
+    assert legal_prefix([2**40], 4, 10).tolist() == []
+    assert legal_prefix([1, 2, 3], 2, 10).tolist() == [1, 2]
+    assert legal_prefix((), 2, 10).tolist() == []
