@@ -17,7 +17,7 @@ from actors.errors import EngineDead, StepTimeout, WorkerLost
 from actors.messages import DraftTokens, RowStats, StepPlan, token_array
 from actors.protocols import DraftHostLike, TargetRunnerLike
 from parallel.transport.frames import ConnectionLost, Frame, TransportError, TransportTimeout
-from parallel.transport.socket import FrameSocket, wait_any
+from parallel.transport.socket import FrameListener, FrameSocket, wait_any
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class InProcessStepClient:
         plan, self._plan = self._plan, None
         if plan is None:
             raise EngineDead("no step is in flight")
+        if self._draft is not None and not plan.draft and concerns_draft(plan):
+            self._run_draft(plan)
         return run_target(self._target, plan, self._run_draft)
 
     def replace_draft(self, draft: DraftHostLike) -> None:
@@ -85,6 +87,11 @@ class InProcessStepClient:
             logger.exception("the draft model failed")
             self._draft = None
             return None, repr(error)
+
+
+def concerns_draft(plan: StepPlan) -> bool:
+    """A draft model has entries to run, or block tables to follow for those that come later."""
+    return bool(plan.draft or plan.blocks or plan.admissions)
 
 
 def run_target(target: TargetRunnerLike, plan: StepPlan, source: DraftSource | None) -> RowStats:
@@ -129,7 +136,7 @@ class SocketStepClient:
         assert self._plan is None, "a step is in flight already"
         self._plan = plan
         body = plan.pack()
-        if plan.draft:
+        if concerns_draft(plan):
             for connection in list(self._drafts):
                 try:
                     connection.send(FrameKind.PLAN, plan.step, body, self._send_timeout_s)
@@ -306,18 +313,47 @@ class DraftReceiver:
         self._connection.close()
 
 
+class ReconnectingDrafts:
+    """A `DraftSource` that takes over the next draft process once the last one was lost.
+
+    The verifier plans no draft work until a rebuilt draft process serves, so a plan that asks for
+    drafts means that its connection is there or about to be.
+    """
+
+    def __init__(
+        self, listener: FrameListener, connect_timeout_s: float = 10.0, step_timeout_s: float = 30.0
+    ) -> None:
+        self._listener = listener
+        self._connect_timeout_s = connect_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._receiver: DraftReceiver | None = None
+
+    def __call__(self, plan: StepPlan) -> tuple[DraftTokens | None, str | None]:
+        if self._receiver is None:
+            try:
+                connection, _ = self._listener.accept(self._connect_timeout_s)
+            except TransportError as error:
+                return None, f"no draft process connected: {error}"
+            self._receiver = DraftReceiver(connection, self._step_timeout_s)
+        drafts, lost = self._receiver(plan)
+        if lost is not None:
+            self._receiver = None
+        return drafts, lost
+
+
 def draft_handler(
     draft: DraftHostLike, targets: Sequence[FrameSocket], send_timeout_s: float = 10.0
 ) -> StepHandler:
     """Handler of the draft rank that speaks: drafts go straight to the target ranks.
 
     They are sent, empty, also when the plan only feeds: the target waits for them, which keeps
-    the draft process from falling behind.
+    the draft process from falling behind. A plan without draft entries only updates tables.
     """
 
     def handle(plan: StepPlan) -> bytes | None:
+        drafts = draft.run(plan)
         if plan.draft:
-            body = draft.run(plan).pack()
+            body = drafts.pack()
             for connection in targets:
                 connection.send(FrameKind.DRAFTS, plan.step, body, send_timeout_s)
         return None

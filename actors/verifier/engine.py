@@ -178,10 +178,18 @@ class VerifierEngine:
         with self._wake:
             self._post(apply)
 
-    def restore_draft(self) -> None:
-        """Use a rebuilt draft model, whose KV is empty, from the next step on."""
+    def restore_draft(self, connect: Callable[[], None] = lambda: None) -> None:
+        """Use a rebuilt draft model, whose KV is empty, from the next step on.
+
+        `connect` runs first, between two steps: it points the client at the new process.
+        """
+
+        def apply() -> None:
+            connect()
+            self._loop.restore_draft()
+
         with self._wake:
-            self._post(self._loop.restore_draft)
+            self._post(apply)
 
     def status(self) -> EngineStatus:
         scheduler = self._loop.scheduler
