@@ -168,6 +168,8 @@ class StepLoop:
                 row += k + 1
                 first_draft += k
             request = part.request
+            if request.status is not RequestStatus.RUNNING:
+                continue  # its sink failed while the step was in flight
             try:
                 self._commit(part, run, k, num_accepted, result, first_row)
             except Exception as error:
@@ -181,7 +183,7 @@ class StepLoop:
     ) -> tuple[list[int], Int32Array]:
         """Drafts that were verified: their number per scheduled request, and all ids."""
         if not step.plan.draft:
-            ids = [part.request.drafts[: part.num_drafts] for part in step.scheduled]
+            ids = [part.drafts for part in step.scheduled]
             counts = [part.num_drafts for part in step.scheduled]
             return counts, np.concatenate(ids) if ids else token_array([])
         if result.drafts is None:

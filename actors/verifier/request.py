@@ -34,7 +34,7 @@ _NEXT = {
     RequestStatus.FINISHED: set[RequestStatus](),
 }
 
-_NO_DRAFTS = np.empty(0, dtype=np.int32)
+NO_DRAFTS = np.empty(0, dtype=np.int32)
 
 
 class SpeculationCounts:
@@ -127,7 +127,7 @@ class Request:
         self._buffer[: len(prompt)] = prompt
         self.num_computed_tokens = 0
         self.draft_len = 0
-        self.drafts: Int32Array = _NO_DRAFTS
+        self.drafts: Int32Array = NO_DRAFTS
         self.slot = -1
         self.table: BlockTable | None = None
         self.block_hashes: list[BlockHash] = []
@@ -168,7 +168,7 @@ class Request:
         self.num_tokens = end
 
     def drop_drafts(self) -> None:
-        self.drafts = _NO_DRAFTS
+        self.drafts = NO_DRAFTS
 
     def advance(self, status: RequestStatus) -> None:
         """Change the status. Leaving RUNNING voids everything tied to the slot and its KV."""

@@ -8,16 +8,16 @@ front. So the youngest running request is always the last, and the oldest always
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from actors.kvcache.block_table import BlockTables
 from actors.kvcache.prefix_index import extend_hashes
-from actors.messages import BlockDelta, DraftEntry, SlotParams, StepPlan, TargetEntry
+from actors.messages import BlockDelta, DraftEntry, Int32Array, SlotParams, StepPlan, TargetEntry
 from actors.stats import EngineStats
 from actors.verifier.limits import EngineLimits
-from actors.verifier.request import Request, RequestStatus
+from actors.verifier.request import NO_DRAFTS, Request, RequestStatus
 
 
 @dataclass(slots=True)
@@ -26,7 +26,8 @@ class ScheduledRequest:
 
     `end`: known tokens below this position are in the step. `num_drafts`: drafts asked, in the
     plan or pending. `draft_end`: draft KV is whole below it once the plan's draft entry has been
-    fed; None without one. `has_logits`: the rows reach the newest known token.
+    fed; None without one. `has_logits`: the rows reach the newest known token. `drafts`: those
+    in the plan; kept here because the request may be ended while the step is in flight.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class ScheduledRequest:
     has_logits: bool
     num_drafts: int = 0
     draft_end: int | None = None
+    drafts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
 
 
 @dataclass(slots=True)
@@ -301,7 +303,8 @@ class Scheduler:
                     draft.append(DraftEntry(request.slot, request.draft_len, feed, k))
             else:
                 if k:
-                    rows = np.concatenate((rows, request.drafts[:k]))
+                    part.drafts = request.drafts[:k]
+                    rows = np.concatenate((rows, part.drafts))
                 target.append(TargetEntry(request.slot, start, rows, k, 0, num_logits))
         return StepPlan(
             generation, self._step, tuple(admissions), tuple(blocks), tuple(target), tuple(draft)
