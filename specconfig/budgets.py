@@ -13,6 +13,11 @@ def check_budgets(config: EngineConfig, log: DecisionLog) -> None:
     spec = config.speculative
     if spec is None:
         return
+    if spec.speculator.prefers_whole_prompts and config.scheduler.enable_chunked_prefill:
+        log.warn(
+            f"{spec.speculator.variant} stores one piece per step: set enable_chunked_prefill: "
+            "false to keep each prompt in one piece"
+        )
     tokens = config.scheduler.max_num_batched_tokens
     seqs = config.scheduler.max_num_seqs
     k = config.num_speculative_tokens
@@ -55,6 +60,7 @@ def check_budgets(config: EngineConfig, log: DecisionLog) -> None:
             f"{tokens}: some requests wait every step ({settings})"
         )
     _effective_length(config, log)
+    _prefix_hashes(config, log)
 
 
 def _check_chunking(config: EngineConfig) -> None:
@@ -89,3 +95,21 @@ def _effective_length(config: EngineConfig, log: DecisionLog) -> None:
             "given",
             "sequences longer than this continue without drafts",
         )
+
+
+def _prefix_hashes(config: EngineConfig, log: DecisionLog) -> None:
+    """Say how prefix hits stay valid for a drafter that reads one token ahead."""
+    spec = config.speculative
+    if spec is None or not spec.speculator.needs_eagle_block_drop:
+        return
+    field = "num_hash_lookahead_tokens"
+    if config.num_hash_lookahead_tokens:
+        reason = "block hashes cover what the drafter read past the block; no tail block is dropped"
+        log.note(field, config.num_hash_lookahead_tokens, "inferred", reason)
+    elif not config.cache.enable_prefix_caching:
+        log.note(field, 0, "inferred", "prefix caching is off")
+    elif config.use_block_drop:
+        reason = "disable_lookahead_block_hashes: the tail block of a hit is dropped instead"
+        log.note(field, 0, "given", reason)
+    else:
+        log.note(field, 0, "given", "disable_eagle_block_drop: tails of hits are used as they are")

@@ -32,7 +32,11 @@ def settle(res: Resolution, cls: type[SpeculatorConfig]) -> None:
 def _method_options(res: Resolution, cls: type[SpeculatorConfig]) -> None:
     for name in METHOD_OPTIONS:
         value = res.values[name]
-        if value is not None and name not in cls.supported_options:
+        if value is None:
+            continue
+        if name in cls.supported_options:
+            res.log.note(f"{_P}.{name}", value, "given", f"an option of {cls.variant}")
+        else:
             supported = sorted(cls.supported_options) or "none of these options"
             raise ConfigError(
                 f"{_P}.{name}",

@@ -39,9 +39,16 @@ class DecisionLog:
                 return
         self.decisions.append(entry)
 
+    def note_given(self, field: str, value: object, reason: str) -> None:
+        """Record a value the user wrote, unless a checkpoint already explained it."""
+        if all(old.field != field for old in self.decisions):
+            self.note(field, value, "given", reason)
+
     def warn(self, text: str) -> None:
-        """Record something legal that the user may not want. Also a Python UserWarning-free log:
-        callers print `EngineConfig.warnings`, so nothing is lost in a worker's stderr."""
+        """Record something legal that the user may not want.
+
+        Warnings travel in ``EngineConfig.warnings``, so none is lost in some process's stderr.
+        """
         if text not in self.warnings:
             self.warnings.append(text)
 

@@ -45,7 +45,15 @@ def build_draft(res: Resolution, cls: type[CheckpointSpeculatorConfig]) -> None:
     """Fill ``res.draft``, ``res.draft_parallel`` and K for a checkpoint drafter."""
     target = res.require_target()
     hf = load_draft(res)
+    before = _architecture(hf)
     cls.adapt(res, hf)
+    after = _architecture(hf)
+    res.log.note(
+        f"{_PREFIX}.draft_model_config",
+        after,
+        "checkpoint" if before == after else "inferred",
+        "draft architecture as declared" if before == after else f"draft config wraps {before}",
+    )
     resolve_num_tokens(res, cls, hf)
     derived = declared_length(hf) or target.max_model_len
     lift_positions(res, cls, hf, target)
@@ -69,6 +77,10 @@ def build_draft(res: Resolution, cls: type[CheckpointSpeculatorConfig]) -> None:
         derived_max_model_len=max(derived, limit),
     ).model_copy(update={"max_model_len": limit, "derived_max_model_len": derived})
     res.draft_parallel = draft_parallel(res, res.draft, target)
+
+
+def _architecture(hf: dict[str, Any]) -> str:
+    return str((hf.get("architectures") or [""])[0])
 
 
 def lift_positions(
@@ -97,7 +109,10 @@ def resolve_num_tokens(
     """K from the user, else from the checkpoint; both must fit together."""
     wanted = res.values["num_speculative_tokens"]
     declared, origin = cls.checkpoint_tokens(hf)
-    if wanted is None:
+    if wanted is not None:
+        limit = f"checkpoint declares {declared}" if declared else "checkpoint sets no limit"
+        res.log.note_given(f"{_PREFIX}.num_speculative_tokens", wanted, limit)
+    else:
         if declared is None:
             raise cls.missing_tokens(res)
         res.values["num_speculative_tokens"] = declared
@@ -150,6 +165,12 @@ def draft_tensor_parallel_size(res: Resolution) -> int:
             f"{allowed} (target tensor_parallel_size={target_tp})",
             "set it to 1 to run the drafter unsplit, or remove it to follow the target",
         )
+    res.log.note(
+        f"{_PREFIX}.draft_tensor_parallel_size",
+        wanted,
+        "given",
+        f"1 or the target's {target_tp} is allowed",
+    )
     return wanted
 
 
@@ -165,6 +186,8 @@ def draft_parallel(res: Resolution, draft: ModelConfig, target: ModelConfig) -> 
             "target",
             "the draft is MoE" if expert_parallel else "the draft has no experts to spread",
         )
+    where = "split like the target" if degree == res.parallel.tensor_parallel_size else "unsplit"
+    res.log.note(f"{_PREFIX}.draft_parallel_config", f"TP {degree}, PP 1", "inferred", where)
     return ParallelConfig(
         tensor_parallel_size=degree,
         enable_expert_parallel=expert_parallel,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -175,7 +175,7 @@ class EngineArgs(BaseModel):
         return self
 
     @classmethod
-    def from_mapping(cls, data: Mapping[str, Any]) -> EngineArgs:
+    def from_mapping(cls, data: Mapping[str, Any]) -> Self:
         """Build from a parsed YAML or JSON mapping; raises ConfigError, not ValidationError."""
         return cls(**{str(key): value for key, value in data.items()})
 

@@ -1,4 +1,311 @@
-class Explanation: ...
+"""``paceline explain``: what a config file means, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from specconfig.app_args import AppArgs
+from specconfig.decisions import Decision
+from specconfig.engine import EngineConfig
+from specconfig.engine_args import EngineArgs
+from specconfig.errors import ConfigError, unknown_key
+from specconfig.facts import FactsSource
+from specconfig.memory import KvPlan, kv_plan
+from specconfig.model import Frozen
+from specconfig.options import (
+    INJECTED,
+    SECTION,
+    SpeculativeFields,
+    SpeculativeOptions,
+    normalise_keys,
+)
+from specconfig.serve_keys import BUILDER, Finding, check_serve_keys
+from specconfig.yaml_lines import DuplicateKey, Lines, Path, line_of, parse
 
 
-def explain_file(p): ...
+class Problem(Frozen):
+    """One thing to correct in the file."""
+
+    line: int = Field(description="Line of the file, from 1.")
+    field: str = Field(description="Dotted path of the setting.")
+    value: str = Field(description="What was given, as text.")
+    message: str = Field(description="What is wrong, with the allowed values.")
+    fix: str = Field(description="What to change.")
+
+
+class AppExplanation(Frozen):
+    """One engine: its plan and how each value came to be."""
+
+    name: str
+    values: tuple[Decision, ...] = Field(description="Every value with its source.")
+    config: EngineConfig
+    serving: dict[str, Any] = Field(description="Settings outside the engine.")
+    memory: KvPlan
+    capabilities: dict[str, Any]
+
+
+class Explanation(Frozen):
+    """Meaning of one file: explained applications, or problems to fix."""
+
+    path: str
+    apps: tuple[AppExplanation, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    skipped: tuple[str, ...] = Field(default=(), description="Applications that are not ours.")
+
+    @property
+    def ok(self) -> bool:
+        """Whether the file can be served."""
+        return not self.problems
+
+    def render(self) -> str:
+        """Text for a terminal."""
+        from specconfig.explain_text import render
+
+        return render(self)
+
+    def to_json(self) -> str:
+        """Everything as JSON; ``from_json`` gives an equal explanation."""
+        return json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Explanation:
+        """Inverse of ``to_json``."""
+        return cls.model_validate(json.loads(text))
+
+
+def explain_file(path: str | FilePath, facts: FactsSource | None = None) -> Explanation:
+    """Explain a YAML file of engine args, or a ``serve run`` file with our applications.
+
+    Never raises for what is in the file: problems are part of the result.
+    """
+    name = str(path)
+    try:
+        data, lines = parse(FilePath(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        return _failed(name, 1, ConfigError("file", name, "a readable file", str(error.strerror)))
+    except DuplicateKey as error:
+        return _failed(name, error.line, error)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        gist = str(getattr(error, "problem", None) or error)
+        return _failed(
+            name, mark.line + 1 if mark else 1, ConfigError("file", gist, "valid YAML", "")
+        )
+    if not isinstance(data, Mapping):
+        return _failed(name, 1, ConfigError("file", data, "a mapping of settings", ""))
+    if "applications" in data:
+        return _explain_serve(name, data, lines, facts)
+    return _explain_apps(name, [((), "engine", data)], lines, facts, [], [])
+
+
+def _failed(path: str, line: int, error: ConfigError) -> Explanation:
+    return Explanation(path=path, problems=(_problem(line, error.field, error),))
+
+
+def _problem(line: int, field: str, error: ConfigError) -> Problem:
+    message = str(error)
+    if error.fix:
+        message = message.removesuffix(f"; fix: {error.fix}")
+    return Problem(line=line, field=field, value=repr(error.value), message=message, fix=error.fix)
+
+
+def _explain_serve(
+    path: str, data: Mapping[str, Any], lines: Lines, facts: FactsSource | None
+) -> Explanation:
+    findings = check_serve_keys(data)
+    ours: list[tuple[Path, str, Any]] = []
+    skipped: list[str] = []
+    applications = data.get("applications")
+    for index, app in enumerate(applications if isinstance(applications, list) else []):
+        if not isinstance(app, Mapping):
+            continue
+        name = str(app.get("name", "default"))
+        if app.get("import_path") != BUILDER:
+            skipped.append(f"{name} ({app.get('import_path')})")
+            continue
+        ours.append((("applications", index, "args"), name, app.get("args") or {}))
+    return _explain_apps(path, ours, lines, facts, findings, skipped)
+
+
+def _explain_apps(
+    path: str,
+    ours: Sequence[tuple[Path, str, Any]],
+    lines: Lines,
+    facts: FactsSource | None,
+    findings: Sequence[Finding],
+    skipped: Sequence[str],
+) -> Explanation:
+    problems = [
+        _problem(line_of(lines, f.path[:-1], str(f.path[-1])), f.error.field, f.error)
+        if f.path else _problem(1, f.error.field, f.error)
+        for f in findings
+    ]  # fmt: skip
+    apps: list[AppExplanation] = []
+    for base, name, args in ours:
+        try:
+            apps.append(_explain_app(name, base, args, lines, facts))
+        except _Problems as several:
+            problems.extend(several.problems)
+        except ConfigError as error:
+            problems.append(_problem(_error_line(lines, base, error), error.field, error))
+    return Explanation(
+        path=path, apps=tuple(apps), problems=tuple(problems), skipped=tuple(skipped)
+    )
+
+
+class _Problems(Exception):
+    """Several problems of one application."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__(len(problems))
+        self.problems = problems
+
+
+def _error_line(lines: Lines, base: Path, error: ConfigError) -> int:
+    if error.field.split(".")[0] not in AppArgs.model_fields and (*base, SECTION) in lines:
+        # Facts of a draft checkpoint are named by its own keys; the draft is where to look.
+        return line_of(lines, base, f"{SECTION}.model")
+    return line_of(lines, base, error.field)
+
+
+def _unknown(base: Path, args: Mapping[str, Any], lines: Lines) -> list[Problem]:
+    """All unknown keys at once, so that one run is enough to correct them."""
+    found: list[Problem] = []
+
+    def look(section: str, where: Path, given: Mapping[str, Any], valid: set[str]) -> None:
+        for key in given:
+            if str(key).replace("-", "_") not in valid:
+                error = unknown_key(section, str(key), valid, given[key])
+                found.append(_problem(lines.get((*where, str(key)), 1), error.field, error))
+
+    look("", base, args, set(AppArgs.model_fields))
+    inner = args.get(SECTION)
+    if isinstance(inner, Mapping):
+        look(SECTION, (*base, SECTION), inner, {*SpeculativeOptions.model_fields, *INJECTED})
+    return found
+
+
+def _explain_app(
+    name: str, base: Path, given: Any, lines: Lines, facts: FactsSource | None
+) -> AppExplanation:
+    if not isinstance(given, Mapping):
+        raise ConfigError("args", given, "a mapping of engine settings", "write key: value lines")
+    unknown = _unknown(base, given, lines)
+    if unknown:
+        raise _Problems(unknown)
+    if "model" not in given:
+        raise ConfigError("model", None, "a directory, .gguf file or hub id", "add model: ...")
+    args = AppArgs.from_mapping(given)
+    config = args.resolve(facts)
+    own = [field for field in AppArgs.model_fields if field not in EngineArgs.model_fields]
+    serving = {field: getattr(args, field) for field in own}
+    serving["max_ongoing_requests"] = args.resolved_max_ongoing_requests
+    return AppExplanation(
+        name=name,
+        values=tuple(_values(args, given, config, lines, base)),
+        config=config,
+        serving=serving,
+        memory=kv_plan(config),
+        capabilities=capability_row(config),
+    )
+
+
+def _values(
+    args: AppArgs, given: Mapping[str, Any], config: EngineConfig, lines: Lines, base: Path
+) -> list[Decision]:
+    decided = {decision.field: decision for decision in config.decisions}
+    keys = normalise_keys(given)
+    inner = keys.get("speculative_config")
+    inner_keys = normalise_keys(inner) if isinstance(inner, Mapping) else {}
+
+    def row(field: str, value: object, was_given: bool) -> Decision:
+        if field in decided:
+            found = decided.pop(field)
+            if found.source != "given" or not was_given:
+                return found
+            reason = f"line {line_of(lines, base, field)}; {found.reason}"
+            return found.model_copy(update={"reason": reason})
+        if was_given:
+            line = line_of(lines, base, field)
+            return Decision(field=field, value=value, source="given", reason=f"line {line}")
+        return Decision(field=field, value=value, source="default", reason="")
+
+    dumped = args.model_dump(mode="json", exclude={"speculative_config", "hf_overrides"})
+    rows = [row(field, value, field in keys) for field, value in dumped.items()]
+    spec = config.speculative
+    if spec is not None:
+        values = spec.model_dump(mode="json", include=set(SpeculativeFields.model_fields))
+        rows += [
+            row(f"speculative_config.{field}", value, field in inner_keys)
+            for field, value in values.items()
+        ]
+    return rows + list(decided.values())
+
+
+def capability_row(config: EngineConfig) -> dict[str, Any]:
+    """What the engine's parts will read, by property name."""
+    spec = config.speculative
+    row: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in (
+            "num_speculative_tokens", "num_lookahead_tokens", "num_prefill_lookahead_tokens",
+            "num_hash_lookahead_tokens", "max_num_new_slots_for_drafting",
+            "uniform_decode_query_len", "use_block_drop", "max_model_len", "draft_max_model_len",
+            "max_num_active_seqs", "drafter_host", "drafter_implementation", "draft_placement",
+            "draft_has_own_kv", "draft_kv_depends_on_next_token", "uses_target_hidden_states",
+            "uses_aux_hidden_states", "is_lossless",
+        )
+    }  # fmt: skip
+    row["decode_query_lens"] = list(config.decode_query_lens)
+    ids = config.aux_hidden_state_layer_ids
+    row["aux_hidden_state_layer_ids"] = None if ids is None else list(ids)
+    if spec is not None:
+        speculator = spec.speculator
+        row["variant"] = speculator.variant
+        row["config_class"] = spec.config_class
+        for name in (
+            "draft_has_own_vocab", "produces_draft_probabilities", "supports_watermarking",
+            "supports_pcp", "uses_separate_workspace_lane", "prefer_dense_token_history",
+            "proposes_draft_tokens",
+        ):  # fmt: skip
+            row[name] = getattr(speculator, name)
+        row["draft_shares_target_positions"] = spec.draft_shares_target_positions
+        row["graph_hash"] = spec.compute_hash()
+    return row
+
+
+_USAGE = """usage: paceline explain FILE [--json]
+       paceline explain --schema
+
+FILE is a YAML of engine args, or a `serve run` file with deploy.app:build applications.
+Exit code 0: the file is valid; 1: it is not; 2: wrong usage.
+"""
+
+
+def main(argv: Sequence[str], facts: FactsSource | None = None) -> int:
+    """Print the explanation of a file; the return value is the exit code."""
+    flags = [word for word in argv if word.startswith("-")]
+    files = [word for word in argv if not word.startswith("-")]
+    if flags == ["--schema"] and not files:
+        from specconfig.schema import app_schema
+
+        sys.stdout.write(json.dumps(app_schema(), indent=2, sort_keys=True) + "\n")
+        return 0
+    if flags in (["-h"], ["--help"]):
+        sys.stdout.write(_USAGE)
+        return 0
+    if len(files) != 1 or flags not in ([], ["--json"]):
+        sys.stderr.write(_USAGE)
+        return 2
+    explanation = explain_file(files[0], facts)
+    text = explanation.to_json() if flags else explanation.render()
+    # Problems go to the same stream as explanations: with --json it is one document either way.
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    return 0 if explanation.ok else 1

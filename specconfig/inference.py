@@ -15,6 +15,7 @@ from specconfig.registry import (
     check_method,
     config_class,
     custom_class_for,
+    qualified_name,
 )
 from specconfig.resolution import Resolution
 from specconfig.speculators.base import SpeculatorConfig
@@ -53,7 +54,7 @@ def _from_spelling(res: Resolution) -> None:
         method = "ngram"
     if method is not None:
         check_method(method)
-        log.note(_FIELD, method, "given", "speculative_config.method")
+        log.note_given(_FIELD, method, "speculative_config.method")
     custom = custom_class_for(method)
     if custom is not None:
         assert method is not None
@@ -141,6 +142,9 @@ def _refuse_mismatch(res: Resolution, cls: type[SpeculatorConfig], method: str) 
     path = str(res.values["model"])
     declared = detect(path, hf)
     if declared is None or declared == method or cls.matches(path.lower(), hf):
+        if "model" in res.given:
+            text = f"declares {declared!r}" if declared else "declares no other method"
+            res.log.note("speculative_config.model", path, "given", f"checkpoint {text}")
         return
     if declared == "eagle" and method == "eagle3" and "speculators_method" not in hf:
         # "eagle-" in a path is the family's name; it does not contradict its third version.
@@ -161,7 +165,13 @@ def select_class(res: Resolution, cls: type[SpeculatorConfig]) -> type[Speculato
     """Class the checkpoint declares, when it refines the method's; else ``cls.specialize``."""
     declared_name = (res.draft_hf or {}).get("speculator_config_class")
     if not declared_name:
-        return cls.specialize(res)
+        final = cls.specialize(res)
+        reason = f"class of method {res.custom_method or res.method!r}"
+        if final is not cls:
+            reason += f", specialised to {final.variant!r}"
+        field = "speculative_config.config_class"
+        res.log.note(field, qualified_name(final), "inferred", reason)
+        return final
     declared = _known_class(str(declared_name))
     if issubclass(declared, cls):
         res.log.note(
@@ -185,7 +195,7 @@ def select_class(res: Resolution, cls: type[SpeculatorConfig]) -> type[Speculato
 
 def _known_class(name: str) -> type[SpeculatorConfig]:
     """A declared class, found among known ones: a checkpoint must not name code to import."""
-    from specconfig.registry import CONFIG_BY_METHOD, load_class, qualified_name
+    from specconfig.registry import CONFIG_BY_METHOD, load_class
     from specconfig.registry import registered_speculative_methods as registered
 
     for qualified in CONFIG_BY_METHOD.values():

@@ -183,7 +183,7 @@ class SpeculativeOptions(SpeculativeFields):
     )
 
 
-_INJECTED = ("target_model_config", "target_parallel_config", "draft_parallel_config",
+INJECTED = ("target_model_config", "target_parallel_config", "draft_parallel_config",
              "custom_method")  # fmt: skip
 """Keys that vLLM's object form carries; the engine sets them, so a user's value is dropped."""
 
@@ -207,7 +207,7 @@ def parse_options(given: Mapping[str, Any]) -> SpeculativeOptions:
     Raises:
         ConfigError: unknown key (with the nearest valid name), wrong type, or out of range.
     """
-    clean = {key: value for key, value in normalise_keys(given).items() if key not in _INJECTED}
+    clean = {key: value for key, value in normalise_keys(given).items() if key not in INJECTED}
     names = SpeculativeOptions.model_fields
     check_keys(SECTION, clean, names)
     if clean.get("tensor_parallel_size") is not None:

@@ -260,7 +260,7 @@ def test_C15_enforce_eager_stays_a_spec_option() -> None:
 
 
 def test_C16_explicit_draft_model_on_an_mtp_checkpoint() -> None:
-    with pytest.raises(ConfigError, match="'draft_model'.*ds/V3.*'mtp'"):
+    with pytest.raises(ConfigError, match=r"'draft_model'.*ds/V3.*'mtp'"):
         spec({"method": "draft_model", "model": "ds/V3", "K": 1}, model="ds/V3")
 
 

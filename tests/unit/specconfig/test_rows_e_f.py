@@ -441,7 +441,7 @@ def test_F16_valid_contract() -> None:
 )
 def test_F16_broken_contract(key: str, value: Any) -> None:
     source = with_models({"q/omni": OMNI_TARGET, "q/omni-dspark": {**OMNI_DRAFT, key: value}})
-    with pytest.raises(ConfigError, match="Qwen3-Omni DSpark|mask_token_id|target_layer_ids"):
+    with pytest.raises(ConfigError, match=r"Qwen3-Omni DSpark|mask_token_id|target_layer_ids"):
         engine({"model": "q/omni-dspark", "K": 7}, model="q/omni", source=source)
 
 

@@ -17,6 +17,7 @@ from tests.unit.specconfig.catalog import TARGET, engine, facts, spec, warnings_
 NGRAM = {"method": "ngram", "K": 4}
 SYNTHETIC = {**NGRAM, "rejection_sample_method": "synthetic"}
 FLY = {**NGRAM, "rejection_sample_method": "fly"}
+ONLY_SYNTHETIC = "only valid with rejection_sample_method='synthetic'"
 TABLE = [[1, 8, 4], [9, 32, 3], [33, 128, 2]]
 
 
@@ -50,10 +51,10 @@ REFUSED = [
                  "synthetic_acceptance_rates": [1, 0, 0, 0]}, "exactly one"),
     ("G4-neither", SYNTHETIC, "exactly one"),
     *((f"G5-length-{m}", {**NGRAM, "rejection_sample_method": m, "synthetic_acceptance_length": 2},
-       "only valid with rejection_sample_method='synthetic'") for m in ("standard", "block", "fly")),
+       ONLY_SYNTHETIC) for m in ("standard", "block", "fly")),
     *((f"G5-rates-{m}", {**NGRAM, "rejection_sample_method": m,
                          "synthetic_acceptance_rates": [1, 0, 0, 0]},
-       "only valid with rejection_sample_method='synthetic'") for m in ("standard", "block", "fly")),
+       ONLY_SYNTHETIC) for m in ("standard", "block", "fly")),
     ("G6", {**NGRAM, "rejection_sample_method": "typical"}, "'standard', 'synthetic', 'block'"),
     ("G7-1", {**FLY, "K": 1}, "at least 2"),
     ("G8-4", {**FLY, "fly_window_size": 4}, "less than num_speculative_tokens=4"),

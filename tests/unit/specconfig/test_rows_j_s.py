@@ -75,7 +75,7 @@ def test_J3_lookup_drafters_share_the_targets_graph() -> None:
 def test_every_field_is_a_graph_factor_or_listed_as_none() -> None:
     fields = set(SpeculativeConfig.model_fields)
     assert not GRAPH_FACTORS & NOT_GRAPH
-    assert GRAPH_FACTORS | NOT_GRAPH == fields
+    assert fields == GRAPH_FACTORS | NOT_GRAPH
 
 
 def test_J4_overrides_apply_to_copies() -> None:
@@ -101,7 +101,7 @@ def test_J5_attention_backend(text: str, expected: str | None) -> None:
 
 
 def test_J5_unknown() -> None:
-    with pytest.raises(ConfigError, match="Unknown attention backend 'nope'.*FLASH_ATTN"):
+    with pytest.raises(ConfigError, match=r"Unknown attention backend 'nope'.*FLASH_ATTN"):
         spec({**EAGLE3, "attention_backend": "nope"})
 
 
@@ -239,7 +239,7 @@ def test_S6_declared_subclass() -> None:
 
 def test_S6_declared_class_of_another_method() -> None:
     given = {"method": "eagle3", "model": "org/declared-eagle3", "K": 3}
-    with pytest.raises(ConfigError, match="'eagle3'.*declares 'ngram'"):
+    with pytest.raises(ConfigError, match=r"'eagle3'.*declares 'ngram'"):
         spec(given, source=declaring(NgramSpeculatorConfig.__qualname__))
 
 
@@ -272,7 +272,8 @@ import specconfig
 specconfig.EngineArgs, specconfig.EngineConfig, specconfig.ConfigError
 specconfig.SpeculativeConfig, specconfig.register_speculative_method
 elapsed = time.perf_counter() - start
-heavy = [m for m in ("torch", "ray", "transformers", "numpy", "huggingface_hub") if m in sys.modules]
+names = ("torch", "ray", "transformers", "numpy", "huggingface_hub")
+heavy = [m for m in names if m in sys.modules]
 methods = [m for m in sys.modules if m.startswith("specconfig.speculators.")
            and m != "specconfig.speculators.base"]
 engine = [m for m in sys.modules if m.split(".")[0] in ("actors", "parallel", "deploy")]
