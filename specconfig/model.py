@@ -19,7 +19,12 @@ class Frozen(BaseModel):
     """Base of every resolved section: immutable, and no field we did not declare."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), validate_default=True
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        validate_default=True,
+        # Checkpoint configs may hold Infinity; null would not read back as a number.
+        ser_json_inf_nan="constants",
     )
 
 

@@ -29,7 +29,9 @@ ATTENTION_BACKENDS = (
 class SpeculativeFields(BaseModel):
     """Every user-visible field."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants"
+    )
 
     # Draft source and parallelism
     method: str | None = Field(

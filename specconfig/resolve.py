@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,8 @@ def _target(
 ) -> ModelConfig:
     overrides: dict[str, Any] | None = None
     if isinstance(args.hf_overrides, dict):
-        overrides = args.hf_overrides
-        merge_overrides(hf, overrides)
+        overrides = copy.deepcopy(args.hf_overrides)
+        merge_overrides(hf, copy.deepcopy(overrides))
         log.note("model.hf_config", sorted(overrides), "given", "patched by hf_overrides")
     elif args.hf_overrides is not None:
         transform: HfTransform = args.hf_overrides

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from specconfig.decisions import DecisionLog
 from specconfig.errors import ConfigError
@@ -23,8 +23,6 @@ class SpeculativeConfig(SpeculativeFields):
     Fields of ``SpeculativeFields`` hold final values here; the fields below are derived. Read
     capabilities through ``speculator`` or, better, through ``EngineConfig``.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     method: str = Field(description="Canonical method name.")
     num_speculative_tokens: int = Field(gt=0, description="K.")
