@@ -1,17 +1,20 @@
 """`serve run` entry: `import_path: deploy.app:build`, `args:` as in `AppArgs`."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: Serve reads the type of `build`'s parameter to
+# validate `args`, and must find the class, not its name.
 import os
 from typing import Any, Final
 
+import ray
 from ray import serve
 from ray.serve import Application
 
 from deploy.engine import Engine
 from deploy.engine_client import HandleEngineClient
 from deploy.facts import ServedModel
+from parallel.placement import VERIFIER_CPUS, place_replica
 from specconfig.app_args import AppArgs
+from specconfig.engine import EngineConfig
 
 ENGINE_NAME: Final = "Engine"
 INGRESS_NAME: Final = "Ingress"
@@ -74,7 +77,7 @@ def build(args: AppArgs) -> Application:
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         placement_group_bundles=_bundles(config),
         placement_group_strategy="PACK",
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": VERIFIER_CPUS},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=DRAIN_S,
@@ -93,8 +96,15 @@ def build(args: AppArgs) -> Application:
     return app
 
 
-def _bundles(config: Any) -> list[dict[str, float]]:
-    from actors.launch import Replica
+def _bundles(config: EngineConfig) -> list[dict[str, float]]:
+    """What `actors.launch.Replica.bundles` says, without its imports.
 
-    bundles: list[dict[str, float]] = Replica.bundles(config)
-    return bundles
+    Those take seconds (torch), and this runs in a task of its own on each deploy; a test keeps the
+    two equal.
+    """
+    use_gpus = config.runtime.device == "cuda" or (
+        config.runtime.device == "auto"
+        and ray.is_initialized()
+        and ray.cluster_resources().get("GPU", 0) > 0
+    )
+    return list(place_replica(config, use_gpus=use_gpus).bundles)

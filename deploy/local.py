@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
+import logging
 import os
 import secrets
 import shutil
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import httpx
 import psutil
@@ -165,13 +167,31 @@ def ray_cluster(address: str | None, say: Callable[[str], None]) -> Iterator[Non
                 )
             except ConnectionError as error:
                 raise UserError(f"no Ray at {address}: {_one_line(error)}") from None
-        yield
+        # Ray writes task failures of other processes here, among them its own at shutdown. What
+        # matters of them reaches the user through Serve's status.
+        with contextlib.redirect_stderr(_WithoutRaylet(sys.stderr)):
+            yield
     finally:
         started = psutil.Process().children(recursive=True) if address is None else []
         ray.shutdown()
         _end(started)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class _WithoutRaylet(io.TextIOBase):
+    """A text stream that drops what Ray reports on behalf of its node process."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        if "(raylet)" not in text:
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._out.flush()
 
 
 def _short_temp() -> str:
@@ -213,6 +233,8 @@ def serving(
     with ray_cluster(address, say):
         from ray import serve
 
+        # Importing it sets the level; what it says at INFO is said here in fewer words.
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             _deploy(file)
             _wait_healthy(file, say, timeout_s)
