@@ -24,9 +24,10 @@ from actors.model.linear import PackedLinear
 
 logger = logging.getLogger(__name__)
 
-# Row count of the tracing example: a prime that is no dimension of a model.
+# Sizes of the tracing example: rows, requests and requests + 1 are numbers that are no dimension
+# of a model, so that symbolic dimensions are told apart by value.
 _EXAMPLE_ROWS = 29
-_EXAMPLE_REQS = 3
+_EXAMPLE_REQS = 37
 
 _TensorSlot = tuple[dict[str, Any], str]
 
@@ -210,26 +211,28 @@ class LayerCompiler:
         layer.forward = forward  # type: ignore[method-assign]
 
 
-def _resize_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs like these, with sizes that tell the symbolic dimensions apart from the others."""
-    num_rows = kwargs["slots"].shape[0]
+def _resize_example(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs like these, with the sizes of the tracing example.
 
-    def resize(name: str, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    Row tensors are [1, T, ...] or [T]; the rest is known by name.
+    """
+
+    def resize(name: str, x: Tensor) -> Tensor:
         if name == "query_start":
             return x.new_zeros(_EXAMPLE_REQS + 1)
         if name == "seq_lens":
             return x.new_zeros(_EXAMPLE_REQS)
         if name == "block_table":
             return x.new_zeros(_EXAMPLE_REQS, x.shape[1])
-        shape = [_EXAMPLE_ROWS if n == num_rows and i > 0 or x.dim() == 1 else n
-                 for i, n in enumerate(x.shape)]  # fmt: skip
-        return x.new_zeros(shape)
+        if x.dim() == 1:
+            return x.new_zeros(_EXAMPLE_ROWS)
+        return x.new_zeros(x.shape[0], _EXAMPLE_ROWS, *x.shape[2:])
 
     def walk(name: str, x: Any) -> Any:
         if isinstance(x, (tuple, list)):
             return type(x)(walk(name, y) for y in x)
-        return resize(name, x)
+        return resize(name, x) if isinstance(x, Tensor) else x
 
     return tuple(walk("", a) for a in args), {k: walk(k, v) for k, v in kwargs.items()}

@@ -1,0 +1,116 @@
+"""The paged forward equals transformers' plain forward, and a row's bits do not depend on company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.unit.model.conftest import Runner
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 24},
+    "gemma3_text": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 16,
+    },
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    "olmo2": {},
+    "granite": {"logits_scaling": 2.0},
+    "phi3": {},
+}
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 96, length).tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_against_transformers_and_bitwise(family_dir: Callable[..., Path], name: str) -> None:
+    path = family_dir(name, **FAMILIES[name])
+    ids, other = prompt(90), prompt(50, seed=5)
+    runner = Runner(path)
+    whole = runner.rows((0, 0, ids))
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = plain(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(whole, expected, atol=2e-4, rtol=1e-4)
+    assert runner.lm.is_batch_invariant
+
+    for cuts in ([1] * 6, [5, 3], [17, 1, 40], [89]):
+        fresh, start = Runner(path), 0
+        for size in cuts:
+            got = fresh.rows((0, start, ids[start : start + size]))
+            assert torch.equal(got, whole[start : start + size]), (name, cuts, start)
+            start += size
+
+    # The last rows again, as verify rows beside a prompt chunk and another request's decode row.
+    fresh = Runner(path)
+    fresh.rows((0, 0, ids[:85]), (1, 0, other[:30]))
+    mixed = fresh.rows((2, 0, other[:20]), (0, 85, ids[85:]), (1, 30, other[30:31]))
+    assert torch.equal(mixed[20:25], whole[85:])
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_block_size_changes_nothing_visible(
+    family_dir: Callable[..., Path], block_size: int
+) -> None:
+    path, ids = family_dir("llama"), prompt(70)
+    logits = Runner(path, block_size=block_size).rows((0, 0, ids))
+    torch.testing.assert_close(logits, Runner(path).rows((0, 0, ids)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_compiled_layers_equal_eager_and_keep_their_bits(
+    family_dir: Callable[..., Path], name: str
+) -> None:
+    path, ids = family_dir(name, **FAMILIES[name]), prompt(60)
+    eager = Runner(path).rows((0, 0, ids))
+    compiled = Runner(path, compile_layers="on")
+    assert compiled.lm.compiled
+    whole = compiled.rows((0, 0, ids))
+    torch.testing.assert_close(whole, eager, atol=1e-4, rtol=1e-4)
+    for size in (1, 2, 5):
+        again = compiled.rows((1, 0, ids[:40]))
+        assert torch.equal(again, whole[:40])
+        assert torch.equal(compiled.rows((1, 40, ids[40 : 40 + size])), whole[40 : 40 + size])
+
+
+def test_no_logits_rows_still_writes_kv(family_dir: Callable[..., Path]) -> None:
+    from actors.messages import token_array
+    from actors.model.inputs import EntryRows
+
+    path, ids = family_dir("llama"), prompt(20)
+    runner = Runner(path)
+    batch = runner.tables.flatten(
+        [EntryRows(0, 0, token_array(ids[:19]), 0)], torch.device("cpu")
+    )
+    assert runner.lm.forward(batch).shape == (0, 96)
+    assert torch.equal(runner.rows((0, 19, ids[19:])), Runner(path).rows((0, 0, ids))[19:])
+
+
+def test_bfloat16_runs_on_the_torch_path(family_dir: Callable[..., Path]) -> None:
+    from actors.messages import BlockDelta, SlotParams, token_array
+    from actors.model.inputs import EntryRows, SlotTables
+    from actors.model.paged_lm import PagedCausalLM
+    from specconfig import EngineArgs
+
+    path, ids = family_dir("llama"), prompt(40)
+    config = EngineArgs(model=str(path), dtype="bfloat16", max_model_len=100).resolve().model
+    lm = PagedCausalLM(config, device=torch.device("cpu"), max_positions=100)
+    lm.allocate(10, 16)
+    assert not lm.is_batch_invariant
+    tables = SlotTables(1, 100, 0, 16)
+    tables.apply([SlotParams(0, 1, 0)], [BlockDelta(0, 0, token_array(range(1, 8)))])
+    first = lm.forward(tables.flatten([EntryRows(0, 0, token_array(ids[:35]), 35)], lm.device))
+    rest = lm.forward(tables.flatten([EntryRows(0, 35, token_array(ids[35:]), 5)], lm.device))
+    exact = Runner(path).rows((0, 0, ids))
+    torch.testing.assert_close(torch.cat([first, rest]), exact, atol=0.15, rtol=0.1)
