@@ -5,11 +5,13 @@ from __future__ import annotations
 from specconfig.decisions import DecisionLog
 from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError
+from specconfig.memory import kv_plan
 
 
 def check_budgets(config: EngineConfig, log: DecisionLog) -> None:
     """Refuse budgets under which no step can draft; note the limits a drafter imposes."""
     _check_chunking(config)
+    _check_kv(config, log)
     spec = config.speculative
     if spec is None:
         return
@@ -113,3 +115,24 @@ def _prefix_hashes(config: EngineConfig, log: DecisionLog) -> None:
         log.note(field, 0, "given", reason)
     else:
         log.note(field, 0, "given", "disable_eagle_block_drop: tails of hits are used as they are")
+
+
+def _check_kv(config: EngineConfig, log: DecisionLog) -> None:
+    """The KV budget must hold one step of one request, and should hold a whole sequence."""
+    budget = config.cache.kv_cache_memory_bytes
+    plan = kv_plan(config)
+    if budget is None or plan.num_blocks is None or plan.num_tokens is None:
+        return
+    least = 1 + plan.lookahead_blocks
+    if plan.num_blocks < least:
+        raise ConfigError(
+            "kv_cache_memory_bytes",
+            budget,
+            f"at least {least * plan.block_bytes} bytes: {least} block(s) of {plan.block_bytes}",
+            f"raise it to {least * plan.block_bytes} or more",
+        )
+    if plan.num_tokens < config.max_model_len:
+        log.warn(
+            f"kv_cache_memory_bytes={budget} holds {plan.num_tokens} tokens, less than one "
+            f"sequence of max_model_len={config.max_model_len}: longer requests will be refused"
+        )

@@ -10,9 +10,17 @@ from specconfig.lookups import resolve_lookups
 from specconfig.resolution import Resolution
 from specconfig.speculative import SpeculativeConfig
 from specconfig.speculators.base import METHOD_OPTIONS, SpeculatorConfig
+from specconfig.speculators.draft_model import CheckpointSpeculatorConfig
+from specconfig.speculators.ngram import NgramSpeculatorConfig
+from specconfig.speculators.suffix import SuffixSpeculatorConfig
 from specconfig.synthetic import rates_from_length
 
 _P = "speculative_config"
+_OWNED = (
+    NgramSpeculatorConfig.own_options
+    | SuffixSpeculatorConfig.own_options
+    | CheckpointSpeculatorConfig.own_options
+)
 
 
 def settle(res: Resolution, cls: type[SpeculatorConfig]) -> None:
@@ -335,9 +343,9 @@ def _hash_settings(res: Resolution, cls: type[SpeculatorConfig]) -> None:
 
 
 def check_resolved(res: Resolution, cls: type[SpeculatorConfig], spec: SpeculativeConfig) -> None:
-    """Warnings that need derived values."""
-    if "max_model_len" in res.given and not cls.loads_draft_checkpoint:
-        res.log.warn(f"speculative_config.max_model_len is ignored by {cls.variant}")
+    """Warnings about settings that are legal and do nothing, or less than they say."""
+    for name in sorted(res.given & _OWNED - cls.own_options):
+        res.log.warn(f"speculative_config.{name} is ignored by {cls.variant}")
     table = spec.num_speculative_tokens_per_batch_size
     for first, last, tier in table or ():
         if tier > spec.num_speculative_tokens:

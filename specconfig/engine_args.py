@@ -12,6 +12,7 @@ from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError, check_keys, from_validation
 from specconfig.facts import FactsSource
 from specconfig.model import DType, Placement
+from specconfig.options import SECTION, normalise_keys
 
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,
@@ -116,17 +117,8 @@ class EngineArgs(BaseModel):
     )
 
     def __init__(self, **data: Any) -> None:
-        clean: dict[str, Any] = {}
-        for key, value in data.items():
-            name = key.replace("-", "_")
-            if name in clean:
-                raise ConfigError(
-                    name, value, "one spelling per key", f"remove {key!r} or {name!r}"
-                )
-            clean[name] = value
+        clean = unify_keys(data)
         check_keys("", clean, type(self).model_fields)
-        if isinstance(clean.get("speculative_config"), str):
-            clean["speculative_config"] = parse_speculative_json(clean["speculative_config"])
         try:
             super().__init__(**clean)
         except ValidationError as error:
@@ -193,6 +185,40 @@ class EngineArgs(BaseModel):
         return resolve_engine(self, facts)
 
 
+def unify_keys(data: Mapping[str, Any]) -> dict[str, Any]:
+    """One spelling per key: hyphens, dotted ``speculative_config.x`` keys and JSON text.
+
+    Raises:
+        ConfigError: the same key in two spellings.
+    """
+    clean: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
+    for key, value in data.items():
+        name = key.replace("-", "_")
+        section, dot, inner = name.partition(".")
+        place, name = (dotted, inner) if dot and section == SECTION else (clean, name)
+        if name in place:
+            raise ConfigError(name, value, "one spelling per key", f"remove one of the {name!r}")
+        place[name] = value
+    given = clean.get(SECTION)
+    if isinstance(given, str):
+        given = parse_speculative_json(given)
+    if dotted:
+        given = normalise_keys(given or {})
+        for name, value in dotted.items():
+            if name in given:
+                raise ConfigError(
+                    f"{SECTION}.{name}",
+                    value,
+                    "one spelling per key",
+                    f"remove one of the {name!r}",
+                )
+            given[name] = value
+    if given is not None:
+        clean[SECTION] = given
+    return clean
+
+
 FLAGS = (
     ("spec_method", "method"),
     ("spec_model", "model"),
@@ -207,8 +233,6 @@ def merge_flags(args: EngineArgs) -> dict[str, Any] | None:
     Raises:
         ConfigError: a flag and the dict set the same field, in any spelling, even with null.
     """
-    from specconfig.options import normalise_keys
-
     given = args.speculative_config
     merged = None if given is None else normalise_keys(given)
     for flag, key in FLAGS:

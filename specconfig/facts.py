@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from specconfig.errors import FactsUnavailable
 
@@ -65,22 +67,43 @@ def _read_directory(directory: Path, model: str) -> Facts:
     return facts
 
 
-def _read_hub(model: str, revision: str | None) -> Facts:
-    # Imported here: the hub client is only needed for ids that are not local.
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def reachable(endpoint: str) -> bool:
+    """Whether the hub's host has an address. Through a proxy this cannot be known, so True.
 
-    def one(filename: str) -> Path | None:
-        cached = try_to_load_from_cache(model, filename, revision=revision)
-        if isinstance(cached, str):
-            return Path(cached)
-        try:
-            return Path(hf_hub_download(model, filename, revision=revision))
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
-            return None
+    Asked before a download because the hub client retries for half a minute without a network.
+    """
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return True
+    try:
+        socket.getaddrinfo(urlparse(endpoint).hostname, None)
+    except OSError:
+        return False
+    return True
+
+
+def _hub_file(model: str, filename: str, revision: str | None) -> Path | None:
+    """Local copy of one small file: from the cache, else downloaded; None when there is none."""
+    # Imported here: the hub client is only needed for ids that are not local.
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    cached = try_to_load_from_cache(model, filename, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    # A non-string answer is the hub's remembered "no such file".
+    if cached is not None or constants.HF_HUB_OFFLINE or not reachable(constants.ENDPOINT):
+        return None
+    try:
+        return Path(hf_hub_download(model, filename, revision=revision))
+    except (HfHubHTTPError, OSError):
+        return None
+
+
+def _read_hub(model: str, revision: str | None) -> Facts:
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        config = one("config.json")
+        config = _hub_file(model, "config.json", revision)
     except HFValidationError as error:
         raise FactsUnavailable(
             "model",
@@ -92,12 +115,13 @@ def _read_hub(model: str, revision: str | None) -> Facts:
         raise FactsUnavailable(
             "model",
             model,
-            "a local directory, a .gguf file or a reachable hub id with config.json",
-            "check the path or the network, or download the model first",
+            "a local directory, a .gguf file, or a hub id that is cached or reachable",
+            "check the name and the network, or download the model first",
+            message=f"no config.json found for {model!r}",
         )
     facts = _read_json(config, model)
     # A missing generation config is normal; the eos ids then come from config.json.
-    generation = one("generation_config.json")
+    generation = _hub_file(model, "generation_config.json", revision)
     if generation is not None:
         facts[GENERATION_KEY] = _read_json(generation, model)
     return facts

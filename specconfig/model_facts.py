@@ -16,7 +16,40 @@ _LENGTH_KEYS = (
 _EXPERT_KEYS = (
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
 )  # fmt: skip
+CLASS_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    },
+    "qwen2": {
+        "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    },
+    "qwen3": {
+        "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208, "hidden_size": 2304, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+"""Values that a config.json of these types may leave out, because only differences are written.
+A test compares them with transformers."""
 _DTYPES = {"float32", "bfloat16", "float16"}
+
+
+def full_text(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Language part with the class defaults filled in; always a copy."""
+    text = text_section(hf)
+    given = {key: value for key, value in text.items() if value is not None}
+    return {**text, **CLASS_DEFAULTS.get(str(text.get("model_type")), {}), **given}
 
 
 def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +71,7 @@ def rope_types(hf: Mapping[str, Any]) -> tuple[str, ...]:
 
 def declared_length(hf: Mapping[str, Any]) -> int | None:
     """Longest sequence the checkpoint declares, in tokens; None when it says nothing."""
-    text = text_section(hf)
+    text = full_text(hf)
     lengths = [int(text[key]) for key in _LENGTH_KEYS if text.get(key)]
     if not lengths:
         return None
@@ -132,7 +165,7 @@ def model_config(
     """
     hf = dict(hf)
     generation = hf.pop(GENERATION_KEY, None) or {}
-    text = text_section(hf)
+    text = full_text(hf)
     derived = extra.pop("derived_max_model_len", None) or declared_length(hf) or fallback_length
     if derived is None:
         raise FormatError(
@@ -172,7 +205,7 @@ def model_config(
         hidden_size=hidden,
         num_hidden_layers=int(layers or 0),
         num_attention_heads=heads,
-        num_key_value_heads=int(text.get("num_key_value_heads") or heads),
+        num_key_value_heads=min(heads, int(text.get("num_key_value_heads") or heads)),
         head_dim=int(text.get("head_dim") or max(1, hidden // heads)),
         architecture=str(architectures[0]),
         model_type=str(hf.get("model_type") or ""),

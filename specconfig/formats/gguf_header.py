@@ -74,6 +74,9 @@ def read_gguf_facts(path: Path) -> dict[str, Any]:
         tokens = reader.get_field("tokenizer.ggml.tokens")
         if tokens is not None:
             facts["vocab_size"] = len(tokens.data)
+    if "head_dim" not in facts and facts.get("num_attention_heads"):
+        # GGUF's own default; the class default of an HF type may be another.
+        facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
     for role in ("bos", "eos"):
         found = value(f"tokenizer.ggml.{role}_token_id")
         if found is not None:

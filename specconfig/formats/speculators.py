@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from specconfig.errors import ConfigError, FormatError
 from specconfig.facts import expand
+from specconfig.model_facts import CLASS_DEFAULTS
 
 if TYPE_CHECKING:
     from specconfig.decisions import DecisionLog
@@ -238,6 +239,40 @@ def _mtp(hf: Mapping[str, Any], out: Hf, kind: str) -> None:
     out["n_predict"] = out["num_nextn_predict_layers"]
 
 
+_MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+def validate(hf: Mapping[str, Any], kind: str) -> None:
+    """Rules of the format that config.json alone can show to be broken."""
+
+    def fail(key: str, allowed: str) -> FormatError:
+        return FormatError(key, hf.get(key), allowed, "export the speculator again")
+
+    if hf.get("fc_norm") and hf.get("norm_before_fc"):
+        raise fail("fc_norm", "not together with norm_before_fc")
+    if kind == "dspark":
+        if hf.get("markov_head_type") not in (None, *_MARKOV_HEADS):
+            raise fail("markov_head_type", f"one of {list(_MARKOV_HEADS)}")
+        if hf.get("confidence_head_with_markov") and hf.get("markov_rank") == 0:
+            raise fail("confidence_head_with_markov", "false when markov_rank is 0")
+    inner = hf.get("transformer_layer_config") or {}
+    reduced = hf.get("draft_vocab_size")
+    if kind == "dflash2" and reduced is not None and reduced != inner.get("vocab_size"):
+        raise fail("draft_vocab_size", f"the full vocabulary {inner.get('vocab_size')} for dflash2")
+    if kind == "mtp" and hf.get("num_nextn_predict_layers") not in (None, 1):
+        raise fail("num_nextn_predict_layers", "1")
+    section = hf.get("speculators_config") or {}
+    default, methods = section.get("default_proposal_method"), section.get("proposal_methods")
+    kinds = [entry.get("proposal_type") for entry in methods or () if isinstance(entry, Mapping)]
+    if default is not None and any(kinds) and default not in kinds:
+        raise FormatError(
+            "speculators_config.default_proposal_method",
+            default,
+            f"the proposal_type of one method: {kinds}",
+            "export the speculator again",
+        )
+
+
 _CONVERSIONS = {
     "eagle": _eagle,
     "eagle3": _eagle3,
@@ -263,6 +298,11 @@ def convert_if_speculators(hf: Hf, model: str) -> Hf:
         out["speculators_method"] = BASE_OPTIONS[kind]["method"]
         return out
     out = layer_config(hf, model)
+    validate(hf, kind)
+    # The layers' own type is replaced below, so what it implies is written down first.
+    for key, value in CLASS_DEFAULTS.get(str(out.get("model_type", "llama")), {}).items():
+        if out.get(key) is None:
+            out[key] = value
     _CONVERSIONS[kind](hf, out, kind)
     if kind != "mtp":
         out["model_type"] = "speculators"

@@ -40,6 +40,8 @@ class SpeculatorConfig:
     host: ClassVar[Host] = "verifier"
     """Process that runs the drafter: lookup on the verifier, hidden-state readers on the target."""
     supported_options: ClassVar[frozenset[str]] = frozenset()
+    own_options: ClassVar[frozenset[str]] = frozenset()
+    """Further fields that only this kind of drafter reads; elsewhere they draw a warning."""
 
     uses_target_hidden_states: ClassVar[bool] = False
     uses_aux_hidden_states: ClassVar[bool] = False

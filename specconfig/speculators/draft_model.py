@@ -16,6 +16,22 @@ class CheckpointSpeculatorConfig(SpeculatorConfig):
     """Shared by every method whose drafter has a checkpoint of its own."""
 
     loads_draft_checkpoint: ClassVar[bool] = True
+    own_options = frozenset(
+        {
+            "draft_tensor_parallel_size",
+            "draft_load_config",
+            "revision",
+            "code_revision",
+            "max_model_len",
+            "enforce_eager",
+            "quantization",
+            "moe_backend",
+            "attention_backend",
+            "kv_cache_dtype",
+            "use_local_argmax_reduction",
+            "disable_padded_drafter_batch",
+        }
+    )
     uses_draft_kv_cache: ClassVar[bool] = True
     produces_draft_probabilities: ClassVar[bool] = True
     supports_adaptive_verification: ClassVar[bool] = True

@@ -118,6 +118,14 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
                 "remove dspark_draft_topk",
             )
         settle_candidates(res, "dspark_draft_topk", least=1)
+        degree = res.values["draft_tensor_parallel_size"]
+        if res.values["dspark_draft_topk"] is not None and degree > 1:
+            raise ConfigError(
+                "speculative_config.draft_tensor_parallel_size",
+                degree,
+                "1 with dspark_draft_topk: candidates are chosen over the whole vocabulary",
+                "set draft_tensor_parallel_size: 1",
+            )
 
     @property
     def samples_from_anchor(self) -> bool:

@@ -36,6 +36,7 @@ def wrap_head(hf: dict[str, Any], architecture: str) -> None:
 def inherit_missing(hf: dict[str, Any], res: Resolution, keys: tuple[str, ...]) -> None:
     """Fill config keys that heads may leave out because they are the target's."""
     target = res.require_target()
+    # Before class defaults: a head that says nothing means its target, not the class.
     text = text_section(hf)
     for key in keys:
         if text.get(key) is None:

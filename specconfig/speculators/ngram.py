@@ -20,6 +20,7 @@ class NgramSpeculatorConfig(SpeculatorConfig):
     variant = "ngram"
     implementation = "actors.draft.drafters.ngram:NgramDrafter"
     host = "verifier"
+    own_options = frozenset({"prompt_lookup_max", "prompt_lookup_min"})
     prefer_dense_token_history: ClassVar[bool] = True
 
     @classmethod

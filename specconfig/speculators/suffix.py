@@ -17,6 +17,14 @@ class SuffixSpeculatorConfig(SpeculatorConfig):
     variant = "suffix"
     implementation = "actors.draft.drafters.suffix:SuffixDrafter"
     host = "verifier"
+    own_options = frozenset(
+        {
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        }
+    )
 
     @classmethod
     def configure(cls, res: Resolution) -> None:

@@ -179,7 +179,8 @@ CATALOG: dict[str, Hf] = {
     "sp/eagle3": speculator("eagle3"),
     "sp/peagle": speculator("peagle", mask_token_id=9),
     "sp/dflash": speculator("dflash", **BLOCK),
-    "sp/dflash2": speculator("dflash2", **BLOCK, conv_kernel_size=2, selector_top_k=None),
+    "sp/dflash2": speculator("dflash2", **BLOCK, draft_vocab_size=32000, conv_kernel_size=2,
+                              selector_top_k=None),
     "sp/dspark": speculator("dspark", **BLOCK, block_size=8),
 }  # fmt: skip
 

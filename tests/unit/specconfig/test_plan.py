@@ -17,6 +17,7 @@ from specconfig.engine import EngineConfig
 from specconfig.engine_args import EngineArgs, parse_bytes
 from specconfig.errors import ConfigError, MethodMismatchError
 from specconfig.facts import default_facts
+from specconfig.model_facts import CLASS_DEFAULTS
 from specconfig.registry import BUILTIN_METHODS
 from tests.unit.specconfig.catalog import TARGET, engine, facts, llama, tiny, with_models
 
@@ -223,9 +224,27 @@ def test_broken_files(tmp_path: Path) -> None:
 
 def test_incomplete_configs_name_the_key() -> None:
     for key in ("vocab_size", "hidden_size", "num_attention_heads"):
-        source = with_models({"t/x": {k: v for k, v in llama().items() if k != key}})
+        hf = llama(model_type="unheard_of")
+        source = with_models({"t/x": {k: v for k, v in hf.items() if k != key}})
         with pytest.raises(ConfigError, match=key):
             engine(None, model="t/x", source=source)
+
+
+def test_class_defaults_fill_what_configs_leave_out() -> None:
+    # Gemma 3 checkpoints write their language part as a difference to the class.
+    hf = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"],
+          "text_config": {"model_type": "gemma3_text", "hidden_size": 2560,
+                          "num_hidden_layers": 34}}  # fmt: skip
+    model = engine(None, model="g/3", source=with_models({"g/3": hf})).model
+    assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == (8, 4, 256)
+    assert (model.hidden_size, model.vocab_size, model.max_model_len) == (2560, 262208, 131072)
+
+
+def test_class_defaults_equal_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    for model_type, defaults in CLASS_DEFAULTS.items():
+        config = transformers.AutoConfig.for_model(model_type)
+        assert {key: getattr(config, key) for key in defaults} == defaults, model_type
 
 
 def test_missing_draft_names_the_draft_field() -> None:
