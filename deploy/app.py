@@ -22,6 +22,7 @@ INGRESS_NAME: Final = "Ingress"
 DRAIN_S: Final = 600.0
 # /health, /metrics and /v1/models must get through while every engine slot is taken.
 _INGRESS_HEADROOM: Final = 64
+_REFUSAL_SLOTS: Final = 16
 
 
 class Ingress:
@@ -71,9 +72,11 @@ def build(args: AppArgs) -> Application:
     engine = serve.deployment(
         name=ENGINE_NAME,
         num_replicas=args.num_replicas,
-        max_ongoing_requests=capacity,
-        # What waits in the router survives a replica's death; more than that is told to come back.
-        max_queued_requests=max(1, args.max_num_queued_requests),
+        # A few more than the engine takes: it refuses them in milliseconds, exactly at its limit
+        # and with an estimate of when to come back. Serve's own limit counts requests that are
+        # only on their way, so a burst that fits would be refused; it is the second line.
+        max_ongoing_requests=capacity + _REFUSAL_SLOTS,
+        max_queued_requests=2 * capacity + _REFUSAL_SLOTS,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         placement_group_bundles=_bundles(config),
         placement_group_strategy="PACK",

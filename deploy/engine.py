@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from actors.errors import EngineDead
 from actors.protocols import GenerateRequest, RunOutput
 from deploy.engine_client import ReplicaReport
+from deploy.facts import ServedModel
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
 
@@ -95,10 +97,8 @@ class Engine:
         """Resolved facts, for /server_info."""
         config = self._config
         return {
-            "model": config.runtime.served_model_name,
-            "max_model_len": config.max_model_len,
+            "served": dataclasses.asdict(ServedModel.of(config)),
             "lossless": config.is_lossless,
-            "num_speculative_tokens": config.num_speculative_tokens,
             "config_digest": config.compute_hash(),
             "config": config.model_dump(
                 mode="json", exclude={"decisions": True, "model": {"hf_config"}}

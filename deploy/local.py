@@ -144,39 +144,52 @@ def ray_cluster(address: str | None, say: Callable[[str], None]) -> Iterator[Non
         folder = tempfile.mkdtemp(prefix="pl-", dir=_short_temp())
     import ray
 
-    try:
-        if address is None:
-            say("Starting Ray")
-            ray.init(
-                address="local",
-                num_cpus=max(4, os.cpu_count() or 1),
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                dashboard_host="127.0.0.1",
-                namespace="serve",
-                log_to_driver=False,
-                logging_level="ERROR",
-                _node_ip_address="127.0.0.2",
-                _temp_dir=folder,
-            )
-        else:
-            say(f"Connecting to Ray at {address}")
-            try:
-                ray.init(
-                    address=address, namespace="serve", log_to_driver=False, logging_level="ERROR"
-                )
-            except ConnectionError as error:
-                raise UserError(f"no Ray at {address}: {_one_line(error)}") from None
-        # Ray writes task failures of other processes here, among them its own at shutdown. What
-        # matters of them reaches the user through Serve's status.
-        with contextlib.redirect_stderr(_WithoutRaylet(sys.stderr)):
+    # Ray writes task failures of other processes here, among them its own at shutdown. What
+    # matters of them reaches the user through Serve's status.
+    with (
+        contextlib.redirect_stdout(_WithoutRaylet(sys.stdout)),
+        contextlib.redirect_stderr(_WithoutRaylet(sys.stderr)),
+    ):
+        try:
+            if address is None:
+                say("Starting Ray")
+                _start_private(folder)
+            else:
+                say(f"Connecting to Ray at {address}")
+                _connect(address)
             yield
-    finally:
-        started = psutil.Process().children(recursive=True) if address is None else []
-        ray.shutdown()
-        _end(started)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            started = psutil.Process().children(recursive=True) if address is None else []
+            ray.shutdown()
+            _end(started)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_private(folder: str | None) -> None:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=max(4, os.cpu_count() or 1),
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        dashboard_host="127.0.0.1",
+        namespace="serve",
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.2",
+        _temp_dir=folder,
+    )
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise UserError(f"no Ray at {address}: {_one_line(error)}") from None
 
 
 class _WithoutRaylet(io.TextIOBase):
@@ -192,6 +205,10 @@ class _WithoutRaylet(io.TextIOBase):
 
     def flush(self) -> None:
         self._out.flush()
+
+    def isatty(self) -> bool:
+        # Asked again at exit, by Ray, when the stream may be closed.
+        return not self._out.closed and self._out.isatty()
 
 
 def _short_temp() -> str:

@@ -1,0 +1,234 @@
+"""The whole application on a real Ray: HTTP through Serve's proxy, a real (tiny) model behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Timer
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.serve.conftest import App
+
+pytestmark = pytest.mark.ray
+
+MESSAGES: Any = [{"role": "user", "content": "abcabcabcabc"}]
+GREEDY = {"temperature": 0, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def is_idle(app: App) -> bool:
+    page = app.metrics()
+    return (
+        page["paceline_running_requests"] == 0
+        and page["paceline_waiting_requests"] == 0
+        and page['paceline_kv_blocks{state="used"}'] == 0
+    )
+
+
+def complete(app: App, **fields: Any) -> httpx.Response:
+    body = {"prompt": "abcabcabc", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    with app.http() as http:
+        return http.post("/v1/completions", json={**body, **fields})
+
+
+def test_the_openai_client_gets_the_same_answer_whole_and_streamed(app: App) -> None:
+    client = app.openai()
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY)
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            stream=True,
+            stream_options={"include_usage": True},
+            **GREEDY,
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len(chunks) > 5
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    usage = chunks[-1].usage
+    assert usage is not None and whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens == 40
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
+def test_speculation_changes_speed_never_output(app: App, sampling: dict[str, Any]) -> None:
+    shown = {"logprobs": 2, "return_token_ids": True, "max_tokens": 64, **sampling}
+    fast = complete(app, **shown).json()
+    plain = complete(app, **shown, speculation={"enabled": False}).json()
+    capped = complete(app, **shown, speculation={"num_speculative_tokens": 1}).json()
+    for other in (plain, capped):
+        for key in ("text", "token_ids", "logprobs", "finish_reason"):
+            assert other["choices"][0][key] == fast["choices"][0][key]
+    assert plain["usage"]["speculation"]["num_draft_tokens"] == 0
+    if sampling["temperature"] == 0:
+        assert fast["usage"]["speculation"]["num_accepted_tokens"] > 0
+        assert (
+            sum(fast["choices"][0]["accepted"])
+            == (fast["usage"]["completion_tokens_details"]["accepted_prediction_tokens"])
+        )
+
+
+def test_usage_metrics_and_tokens_agree(app: App) -> None:
+    before = app.metrics()
+    body = complete(app, max_tokens=30, return_token_ids=True, logprobs=0).json()
+    after = app.metrics()
+    choice, usage = body["choices"][0], body["usage"]
+    gained = {key: after[key] - before.get(key, 0.0) for key in after}
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) == 30
+    assert usage["completion_tokens"] == gained["paceline_output_tokens_total"] == 30
+    assert usage["prompt_tokens"] == gained["paceline_prompt_tokens_total"] == 9
+    assert gained['paceline_requests_total{finish_reason="length"}'] == 1
+    speculation = usage["speculation"]
+    assert gained["paceline_drafts_total"] == speculation["num_drafts"]
+    assert gained["paceline_accepted_tokens_total"] == speculation["num_accepted_tokens"]
+
+
+def test_errors_come_through_the_proxy_as_openai_errors(app: App) -> None:
+    client = app.openai()
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
+    assert bad.value.param == "n"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="tiny", prompt="x" * 600)
+    assert "600" in str(bad.value) and "512" in str(bad.value)
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="other", messages=MESSAGES)
+    with app.http() as http:
+        answer = http.get("/nowhere")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "route_not_found"
+
+
+def test_a_client_that_leaves_frees_its_kv(app: App) -> None:
+    assert wait_until(lambda: is_idle(app), 10)
+    aborted = app.metrics().get('paceline_requests_total{finish_reason="abort"}', 0.0)
+    stream = app.openai().chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        stream=True,
+        max_tokens=480,
+        extra_body={"ignore_eos": True, "speculation": {"enabled": False}},
+    )
+    next(iter(stream))
+    stream.close()
+    assert wait_until(lambda: is_idle(app), 5)
+    assert app.metrics()['paceline_requests_total{finish_reason="abort"}'] == aborted + 1
+
+
+def test_a_full_queue_is_429_and_the_others_are_served(app: App) -> None:
+    def one(_: int) -> httpx.Response:
+        return complete(app, max_tokens=300, speculation={"enabled": False})
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(one, range(12)))
+    statuses = {answer.status_code for answer in answers}
+    assert statuses == {200, 429}, statuses
+    assert sum(answer.status_code == 200 for answer in answers) >= 3
+    for answer in answers:
+        if answer.status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        else:
+            assert answer.json()["usage"]["completion_tokens"] == 300
+    assert wait_until(lambda: is_idle(app), 10)
+
+
+def test_server_info_and_health(app: App) -> None:
+    with app.http() as http:
+        info = http.get("/server_info").json()
+        assert info["lossless"] is True
+        assert info["served"]["num_speculative_tokens"] == 4
+        assert info["config"]["speculative"]["method"] == "ngram"
+        assert http.get("/health").json()["status"] == "ok"
+        assert http.get("/v1/models/tiny").json()["max_model_len"] == 512
+
+
+def test_the_handle_client(app: App) -> None:
+    from deploy.client import Client
+
+    client = Client("paceline")
+    whole = client.generate("abcabcabc", max_tokens=16, temperature=0, ignore_eos=True)
+    over_http = complete(app, return_token_ids=True).json()["choices"][0]
+    assert list(whole.token_ids) == over_http["token_ids"]
+    assert whole.text == over_http["text"]
+    assert whole.usage["completion_tokens"] == 16
+    runs = client.stream(messages=MESSAGES, max_tokens=400, ignore_eos=True)
+    next(runs)
+    runs.close()
+    assert wait_until(lambda: is_idle(app), 5)
+    client.close()
+
+
+def test_runtime_knobs(app: App) -> None:
+    from ray import serve
+
+    engine = serve.get_deployment_handle("Engine", "paceline")
+
+    def set_knobs(knobs: dict[str, Any]) -> None:
+        engine.broadcast("reconfigure", knobs).results(timeout_s=10)
+
+    set_knobs({"speculation_enabled": False})
+    assert app.metrics()["paceline_speculation_enabled"] == 0
+    assert complete(app).json()["usage"]["speculation"]["num_drafts"] == 0
+    set_knobs({"max_speculative_tokens": 1})
+    per_pos = complete(app).json()["usage"]["speculation"]["num_accepted_tokens_per_pos"]
+    assert len(per_pos) <= 1
+    for wrong in ({"speculation": True}, {"max_speculative_tokens": 9}):
+        with pytest.raises(Exception, match=r"speculation|max_speculative_tokens"):
+            set_knobs(wrong)
+    set_knobs({})
+    assert complete(app).json()["usage"]["speculation"]["num_drafts"] > 0
+
+
+def target_pids(app: App) -> list[int]:
+    with app.http() as http:
+        actors = http.get("/server_info").json()["replica"]["actors"]
+    return [actor["pid"] for actor in actors]
+
+
+def test_a_stream_survives_the_death_of_its_engine(app: App) -> None:
+    """The target actor is killed mid-stream: nothing is lost or repeated, and Serve heals."""
+    fields = {
+        "model": "tiny",
+        "prompt": "abcabcabc",
+        "max_tokens": 450,
+        "temperature": 0.7,
+        "seed": 11,
+        "extra_body": {
+            "ignore_eos": True, "return_token_ids": True, "speculation": {"enabled": False},
+        },
+    }  # fmt: skip
+    client = app.openai()
+    whole = client.completions.create(**fields)
+    (pid,) = target_pids(app)
+    timer = Timer(0.3, psutil.Process(pid).kill)
+    tokens: list[int] = []
+    text = ""
+    for number, chunk in enumerate(client.completions.create(stream=True, **fields)):
+        if number == 0:
+            timer.start()
+        tokens += getattr(chunk.choices[0], "token_ids", None) or []
+        text += chunk.choices[0].text
+    timer.join()
+    assert not psutil.pid_exists(pid)
+    assert tokens == whole.choices[0].token_ids
+    assert text == whole.choices[0].text
+    assert target_pids(app) != [pid]
+    with app.http() as http:
+        assert http.get("/health").status_code == 200
