@@ -181,11 +181,16 @@ class VerifierEngine:
     def restore_draft(self, connect: Callable[[], None] = lambda: None) -> None:
         """Use a rebuilt draft model, whose KV is empty, from the next step on.
 
-        `connect` runs first, between two steps: it points the client at the new process.
+        `connect` runs first, between two steps: it points the client at the new process. If it
+        fails, the draft model stays lost.
         """
 
         def apply() -> None:
-            connect()
+            try:
+                connect()
+            except Exception:
+                logger.exception("a rebuilt draft model could not be connected")
+                return
             self._loop.restore_draft()
 
         with self._wake:

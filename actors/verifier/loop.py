@@ -152,6 +152,7 @@ class StepLoop:
             accepted = verdict.num_accepted.tolist()
             next_token = verdict.next_token.tolist()
         drafts = draft_ids.tolist()
+        num_for_batch = self.scheduler.num_drafts_for_batch()
 
         verified = 0  # requests with logits so far, and their rows and drafts
         row = 0
@@ -176,7 +177,7 @@ class StepLoop:
                 self.abort(request, f"request {request.params.request_id}: {error!r}")
                 continue
             if run and request.status is RequestStatus.RUNNING:
-                self._propose(request)
+                self._propose(request, num_for_batch)
 
     def _collect_drafts(
         self, step: ScheduledStep, result: RowStats
@@ -233,11 +234,11 @@ class StepLoop:
             )
         )
 
-    def _propose(self, request: Request) -> None:
+    def _propose(self, request: Request, num_for_batch: int) -> None:
         """Ask the lookup drafter for the next step's drafts. Its failure costs speed only."""
         if self._drafter is None:
             return
-        k = self.scheduler.num_drafts_allowed(request, self.scheduler.num_drafts_for_batch())
+        k = self.scheduler.num_drafts_allowed(request, num_for_batch)
         if k == 0:
             return
         try:

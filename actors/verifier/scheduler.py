@@ -117,25 +117,24 @@ class Scheduler:
             request.draft_len = 0
 
     def restore_draft(self) -> None:
-        """A new draft model is there, with empty KV. Cached blocks lack its part: forget them."""
+        """A new draft model is there. It knows no slot, no block table and has no KV: running
+        requests start over from their tokens, and cached blocks, which lack its part, are
+        forgotten."""
+        while self.running:
+            self.preempt_youngest()
         self.tables.forget_prefixes()
-        for request in self.running:
-            request.draft_len = 0
         self.has_draft = self._limits.draft_has_own_kv
 
     def num_drafts_allowed(self, request: Request, num_for_batch: int) -> int:
         """K of this request in a step whose batch allows `num_for_batch`.
 
-        One less than what may still be emitted: the extra token is always there.
+        One less than what may still be emitted (the end of the context is part of that): the
+        extra token is always there.
         """
         p = request.params
         if not (p.speculation_enabled and self.speculation_enabled):
             return 0
-        k = min(
-            num_for_batch,
-            request.rules.max_tokens - request.num_output_tokens - 1,
-            self._limits.max_model_len - request.num_tokens - 1,
-        )
+        k = min(num_for_batch, request.rules.max_tokens - request.num_output_tokens - 1)
         if p.num_speculative_tokens is not None:
             k = min(k, p.num_speculative_tokens)
         if self.max_speculative_tokens is not None:

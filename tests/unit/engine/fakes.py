@@ -147,6 +147,8 @@ class ScriptedTarget:
                 rows += extra
                 k = len(extra)
             total_rows += len(entry.token_ids) + entry.num_pending_drafts
+            if entry.num_drafts or entry.num_pending_drafts:
+                total_rows += self.limits.max_num_new_slots_for_drafting
             assert entry.num_logits in (0, 1 + entry.num_drafts + entry.num_pending_drafts)
             self.kv.write(entry.slot, entry.start, rows)
             self.entries.append((plan.step, entry.slot, len(rows), k))

@@ -444,13 +444,66 @@ def test_losing_and_restoring_the_draft_model(engines):
     again = one(engine, prompt, max_tokens=40)
     assert again.token_ids == expected and again.last.speculation.num_drafts == 0
     assert again.last.num_cached_tokens > 0
-    engine._client.replace_draft(fakes.FakeDraftHost(engine.limits, fakes.perfect(SCRIPT)))
-    engine.restore_draft()
+    engine.restore_draft(lambda: 1 / 0)
+    still = one(engine, prompt, max_tokens=40)
+    assert still.token_ids == expected and engine.status().draft_lost
+
+    def connect():
+        host = fakes.FakeDraftHost(engine.limits, fakes.perfect(SCRIPT))
+        engine._client.replace_draft(host)
+
+    engine.restore_draft(connect)
     restored = one(engine, prompt, max_tokens=40)
     assert restored.token_ids == expected and restored.last.num_cached_tokens == 0
     stats = restored.last.speculation
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
     assert engine.status().draft_lost is None
+
+
+def test_a_draft_model_restored_in_the_middle_of_requests(engines):
+    engine = engines(3, fakes.perfect(SCRIPT), own_kv=True)
+    engine.host.fail_at = 4
+
+    def connect():
+        host = fakes.FakeDraftHost(engine.limits, fakes.perfect(SCRIPT))
+        engine._client.replace_draft(host)
+
+    schedule = engine._loop.scheduler.schedule
+    steps = iter(range(10_000))
+
+    def hooked(generation=0):
+        if next(steps) == 12:
+            connect()
+            engine._loop.restore_draft()
+        return schedule(generation)
+
+    engine._loop.scheduler.schedule = hooked
+    prompts = [[i + 1] * (5 + 9 * i) for i in range(4)]
+    requests = [
+        fakes.request(str(i), p, max_tokens=50, ignore_eos=True) for i, p in enumerate(prompts)
+    ]
+    for got, prompt in zip(fakes.run_all(engine, requests), prompts, strict=True):
+        assert got.token_ids == fakes.plain(SCRIPT, prompt, 50, eos=())
+        assert got.last.speculation.num_accepted_tokens > 20
+    assert engine.status().draft_lost is None and engine.stats.num_draft_losses == 1
+
+
+def test_tokens_without_draft_kv_are_never_found_by_a_request_that_drafts(engines):
+    engine = engines(3, fakes.perfect(SCRIPT), own_kv=True)
+    first = one(engine, max_tokens=40, ignore_eos=True, speculation_enabled=False)
+    prompt = [*PROMPT, *first.token_ids, 1]
+    for _ in range(2):
+        got = one(engine, prompt, max_tokens=20)
+        assert got.token_ids == fakes.plain(SCRIPT, prompt, 20)
+    assert engine.status().draft_lost is None  # the fake asserts its KV
+
+
+def test_a_prompt_of_whole_blocks_still_computes_its_last_token(engines):
+    engine = engines(2, fakes.mixed(SCRIPT))
+    for num_cached in (0, 16, 16):
+        got = one(engine, [9] * 20, max_tokens=4)
+        assert got.last.num_cached_tokens == num_cached
+        assert got.token_ids == fakes.plain(SCRIPT, [9] * 20, 4)
 
 
 # --- preemption, aborts, leaks ----------------------------------------------------------------
@@ -522,11 +575,13 @@ def test_life_1_nothing_leaks(engines, block_size, own_kv):
         tokenizer=BYTES,
     )
     done = threading.Semaphore(0)
+    everything = []
     text = BYTES.decode(fakes.plain(SCRIPT, [1] * 4, 6)[4:5])
     for i in range(100):
         kind = i % 5
         aborted_at = i % 7 + 1
         collected = fakes.Collected()
+        everything.append(collected)
 
         def sink(out, kind=kind, i=i, at=aborted_at, collected=collected):
             if out.finish_reason is not None:
@@ -550,6 +605,7 @@ def test_life_1_nothing_leaks(engines, block_size, own_kv):
         assert done.acquire(timeout=20), engine.status()
     wait_idle(engine)
     assert sum(engine.stats.num_requests.values()) == 100
+    assert sum(len(c.token_ids) for c in everything) == engine.stats.num_output_tokens
     assert all(engine.stats.num_requests[kind] > 0 for kind in ("length", "abort", "error"))
 
 

@@ -251,3 +251,12 @@ def test_the_stopping_token_is_no_text_unless_asked_for():
             out, text, _, why = generate(None, [[*a, x, *a]], rules, stops)
             assert out == [*a, x] and why == x
             assert text == ("ax" if include else "a")
+
+
+def test_stop_ids_below_min_tokens_are_passed_over():
+    """The target masks them; if one comes all the same it does not end the request."""
+    eos = BYTES.token_to_id("<eos>")
+    for min_tokens in range(6):
+        rules = FinishRules(20, min_tokens, frozenset([eos]))
+        out, _, reason, _ = generate(None, [[eos] * 4, [eos] * 4], rules)
+        assert len(out) == min_tokens + 1 and reason == FinishReason.STOP
