@@ -15,8 +15,9 @@ def legal_prefix(draft_ids: Sequence[int], max_drafts: int, vocab_size: int) -> 
     A draft outside the vocabulary would index an embedding out of range; drafts after it were
     conditioned on it and go too.
     """
-    drafts = np.asarray(draft_ids[:max_drafts], dtype=np.int64)
-    illegal = (drafts < 0) | (drafts >= vocab_size)
-    if illegal.any():
-        drafts = drafts[: int(illegal.argmax())]
-    return drafts.astype(np.int32)
+    drafts = draft_ids[:max_drafts]
+    for i, token_id in enumerate(drafts):
+        if not 0 <= token_id < vocab_size:
+            drafts = drafts[:i]
+            break
+    return np.asarray(drafts, dtype=np.int32)

@@ -150,7 +150,9 @@ def worker_main(role: str, verifier_path: str, link_path: str, trouble: str) -> 
     if role == "target":
         link = FrameListener(link_path, 0)
         verifier = FrameSocket.connect(verifier_path, role, 0, 0, os.getpid(), 10.0)
-        source = DraftReceiver(link.accept(10.0)[0], timeout_s=1.0)
+        source = DraftReceiver(
+            link.accept(10.0)[0], timeout_s=1.0 if trouble == "draft_hangs" else 20.0
+        )
         target = fakes.ScriptedTarget(lims, script)
         if trouble == "target_raises":
             target.fail_at = 5
@@ -284,7 +286,7 @@ def test_a_killed_target_ends_requests_quickly(start):
     group.kill("target")
     started = time.monotonic()
     assert over.wait(5)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 3.0  # 10 ms on an idle machine
     assert outs[-1].error is not None and "WorkerLost" in outs[-1].error
     assert not engine.status().is_healthy
     with pytest.raises(EngineDead, match="WorkerLost"):
