@@ -35,6 +35,10 @@ class ScriptedEngine:
         self.delay_s = 0.0
         self.health: list[ReplicaReport] = [ReplicaReport("a", "", {})]
         self.prompt_len: int | None = None
+        self.served: dict[str, Any] = {
+            "name": "tiny", "tokenizer": "", "tokenizer_revision": None, "max_model_len": 128,
+            "vocab_size": 261, "num_speculative_tokens": 4, "max_logprobs": 5,
+        }  # fmt: skip
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
         attempt = len(self.requests)
@@ -102,7 +106,7 @@ class ScriptedEngine:
         return self.health
 
     async def describe(self, timeout_s: float) -> dict[str, Any]:
-        return {"model": "tiny", "lossless": True}
+        return {"served": self.served, "lossless": True}
 
 
 def sse(body: str) -> list[str]:
