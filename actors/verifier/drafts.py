@@ -1,4 +1,4 @@
-"""What lookup drafters share: checking that what they propose can be fed to a model."""
+"""Checking that what a lookup drafter proposes can be fed to a model."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from actors.acceptance.base import AcceptanceMethod, VerifyRows
 from actors.acceptance.exact import accept_exact
-from actors.draft.drafters.base import legal_prefix
 from actors.errors import EngineDead
 from actors.messages import Int32Array, RowStats, token_array
 from actors.protocols import (
@@ -26,6 +25,7 @@ from actors.protocols import (
     TokenLogprob,
 )
 from actors.stats import EngineStats
+from actors.verifier.drafts import legal_prefix
 from actors.verifier.finish import decode_run, end_run
 from actors.verifier.limits import EngineLimits
 from actors.verifier.request import Request, RequestStatus

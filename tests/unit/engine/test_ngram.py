@@ -4,8 +4,8 @@ import time
 import numpy as np
 import pytest
 
-from actors.draft.drafters.base import legal_prefix
 from actors.draft.drafters.ngram import NgramDrafter
+from actors.verifier.drafts import legal_prefix
 
 
 def brute_force(tokens, min_n, max_n, k):
