@@ -52,7 +52,8 @@ class PagedCache(nn.Module):
     """One attention layer's KV tensors; lives on the attention module as `paged_cache`.
 
     Keys [num_blocks, kv_heads, head_dim, block_size] (transposed, so that one vector holds one
-    dimension of several positions), values [num_blocks, kv_heads, block_size, head_dim].
+    dimension of several positions), values [num_blocks, kv_heads, block_size, head_dim]. `exact`
+    False lets long prompt chunks take the faster path whose bits depend on the chunk.
     """
 
     keys: Tensor
@@ -66,8 +67,10 @@ class PagedCache(nn.Module):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        exact: bool = True,
     ) -> None:
         super().__init__()
+        self.exact = exact
         # Zeros, not empty: the SDPA path multiplies masked values by weight 0, and 0 * NaN is NaN.
         keys = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype, device=device)
         values = torch.zeros(
@@ -81,11 +84,14 @@ class PagedCache(nn.Module):
         return (self.keys.numel() + self.values.numel()) * self.keys.element_size()
 
 
+# From this many rows on, SDPA's matrix products beat the kernel's row at a time.
+_GEMM_ROWS = 128
+
 _LIB = torch.library.Library("paceline", "DEF")
 _LIB.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor query_start, Tensor seq_lens, Tensor block_table, Tensor slots, "
-    "float scale, float softcap, int window) -> Tensor"
+    "float scale, float softcap, int window, bool exact) -> Tensor"
 )
 
 
@@ -109,9 +115,10 @@ def _paged_attention(
     scale: float,
     softcap: float,
     window: int,
+    exact: bool,
 ) -> Tensor:
     kernels = native_kernels(k_cache)
-    if kernels is None:
+    if kernels is None or (not exact and query.shape[2] >= _GEMM_ROWS):
         return paged_attention_torch(
             query, key, value, k_cache, v_cache, query_start, seq_lens, block_table, slots,
             scale, softcap, window,
@@ -241,7 +248,7 @@ def _attention_interface(
     out = torch.ops.paceline.paged_attention(
         query, key, value, cache.keys, cache.values, query_start, seq_lens, block_table, slots,
         query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0,
-        sliding_window or 0,
+        sliding_window or 0, cache.exact,
     )  # fmt: skip
     return out, None
 

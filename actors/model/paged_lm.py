@@ -37,6 +37,7 @@ class PagedCausalLM:
         device: torch.device,
         max_positions: int,
         compile_layers: Literal["auto", "on", "off"] = "auto",
+        batch_invariant: bool = True,
     ) -> None:
         started = time.perf_counter()
         self.device = device
@@ -51,6 +52,7 @@ class PagedCausalLM:
         self._loaded: LoadedModel = loaded
         self._model = loaded.model
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
+        self._batch_invariant = batch_invariant
         self.compiled = self._decide_compile(compile_layers)
         self._install_rotary(max_positions)
         if self.compiled:
@@ -94,7 +96,13 @@ class PagedCausalLM:
         self.caches = []
         for geometry in self._loaded.kv:
             cache = PagedCache(
-                num_blocks, geometry.num_kv_heads, geometry.head_dim, block_size, self.dtype, self.device
+                num_blocks,
+                geometry.num_kv_heads,
+                geometry.head_dim,
+                block_size,
+                self.dtype,
+                self.device,
+                exact=self._batch_invariant,
             )
             geometry.module.paged_cache = cache
             self.caches.append(cache)
@@ -104,7 +112,7 @@ class PagedCausalLM:
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a row's bits do not depend on the batch: float32 on CPU with our kernels."""
-        return self.device.type == "cpu" and native_kernels(self.caches[0].keys) is not None
+        return self._batch_invariant and native_kernels(self.caches[0].keys) is not None
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> Tensor:

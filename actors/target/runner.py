@@ -25,6 +25,7 @@ class TargetRunner:
             device=device,
             max_positions=config.max_model_len + config.num_lookahead_tokens + 1,
             compile_layers=config.runtime.compile_layers,
+            batch_invariant=config.runtime.batch_invariant,
         )
         self._tables = self._new_tables()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from actors.errors import LoadError
-from actors.messages import DraftTokens, StepPlan, token_array
+from actors.messages import DraftEntry, DraftTokens, StepPlan, token_array
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
 from actors.sampling import sample_rows
@@ -29,11 +29,17 @@ class DraftModelDrafter:
             raise LoadError("speculative_config has no draft model")
         self.config = config
         self.device = device
+        # Ids past the shared vocabulary mean nothing to the target; positions past the draft's
+        # own context are not fed: there the target goes on alone.
+        spec = config.speculative
+        self._vocab_size = (spec.shared_vocab_size if spec else None) or config.model.vocab_size
+        self._max_len = config.draft_max_model_len or config.max_model_len
         self.model = PagedCausalLM(
             config.draft_model,
             device=device,
             max_positions=config.max_model_len + config.num_lookahead_tokens + 1,
             compile_layers=config.runtime.compile_layers,
+            batch_invariant=config.runtime.batch_invariant,
         )
         self._tables = self._new_tables()
 
@@ -58,31 +64,25 @@ class DraftModelDrafter:
         self._tables.apply(plan.admissions, plan.blocks)
         asking = [entry for entry in plan.draft if entry.num_drafts > 0]
         drafted: list[list[int]] = [[] for _ in asking]
-        fed = self._sample(
-            [
-                EntryRows(e.slot, e.start, e.token_ids, 1 if e.num_drafts > 0 else 0)
-                for e in plan.draft
-            ]
-        )
-        for run, token in zip(drafted, fed, strict=True):
-            run.append(token)
+        # Position of each entry's next token to feed, its known tokens being fed first.
+        ends = [entry.start + len(entry.token_ids) for entry in asking]
+        fed = self._sample([self._fed_rows(entry) for entry in plan.draft])
+        drafting = [i for i, end in enumerate(ends) if end <= self._max_len]
+        for i, token in zip(drafting, fed, strict=True):
+            drafted[i].append(token)
         for k in range(1, max((e.num_drafts for e in asking), default=0)):
-            going = [
-                i for i, e in enumerate(asking)
-                if e.num_drafts > k and len(drafted[i]) == k and drafted[i][-1] >= 0
-            ]  # fmt: skip
-            if not going:
-                break
-            rows = [
-                EntryRows(
-                    asking[i].slot,
-                    asking[i].start + len(asking[i].token_ids) + k - 1,
-                    token_array([drafted[i][-1]]),
-                    1,
-                )
-                for i in going
+            drafting = [
+                i
+                for i in drafting
+                if asking[i].num_drafts > k
+                and ends[i] + k <= self._max_len
+                and drafted[i][-1] >= 0
             ]
-            for i, token in zip(going, self._sample(rows), strict=True):
+            rows = [
+                EntryRows(asking[i].slot, ends[i] + k - 1, token_array([drafted[i][-1]]), 1)
+                for i in drafting
+            ]
+            for i, token in zip(drafting, self._sample(rows), strict=True):
                 drafted[i].append(token)
         # An invalid sample (NaN logits) ends a run: a draft that cannot be fed is no draft.
         runs = [[token for token in run if token >= 0] for run in drafted]
@@ -92,10 +92,15 @@ class DraftModelDrafter:
             token_array([len(run) for run in runs]),
         )
 
+    def _fed_rows(self, entry: DraftEntry) -> EntryRows:
+        room = max(self._max_len - entry.start, 0)
+        wants = entry.num_drafts > 0 and len(entry.token_ids) <= room
+        return EntryRows(entry.slot, entry.start, entry.token_ids[:room], int(wants))
+
     def _sample(self, entries: list[EntryRows]) -> list[int]:
+        entries = [entry for entry in entries if len(entry.token_ids)]
         if not entries:
             return []
         batch = self._tables.flatten(entries, self.device)
-        # A draft vocabulary may be padded beyond the target's: those ids must never be drafted.
-        logits = self.model.forward(batch)[:, : self.config.model.vocab_size]
+        logits = self.model.forward(batch)[:, : self._vocab_size]
         return [int(token) for token in sample_rows(logits, batch.rows).sampled]

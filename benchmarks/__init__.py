@@ -1,0 +1,1 @@
+"""Measurements. Nothing imports this package; nothing here is a test."""

@@ -1,0 +1,399 @@
+"""Measure Paceline on this machine. The last line of output is one JSON document.
+
+    python -m benchmarks.run --model DIR [--suites steps,generate,neighbour,ngram,actors,start]
+                             [--spec-bench FILE] [--out FILE]
+
+Machines are noisy: what is compared is measured alternately in one run, and ratios of medians are
+reported next to the raw numbers. Suites:
+
+    steps      milliseconds of one engine step with 1 and with 5 rows (a verify step of K = 4)
+    generate   plain decoding at batch 1 against transformers.generate
+    neighbour  step time alone and with one core kept busy by another process
+    ngram      n-gram drafting (K = 4) against plain decoding at batch 1, by category
+    invariance what row-independent bits cost: prefill and decode with the switch on and off
+    actors     step time over sockets to a target actor against the in-process engine
+    start      seconds from `Replica.start` to ready, models already converted and compiled
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from actors.threads import compute_environment, usable_cores
+
+Measure = Callable[[argparse.Namespace], dict[str, Any]]
+
+
+def _config(options: argparse.Namespace, spec: dict[str, Any] | None = None, **kw: Any) -> Any:
+    from specconfig import EngineArgs
+
+    args: dict[str, Any] = {
+        "model": str(options.model),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 2048,
+        "max_num_seqs": 8,
+        "compile_layers": options.compile,
+        "num_threads": options.threads,
+        **kw,
+    }
+    return EngineArgs(speculative_config=spec, **args).resolve()
+
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
+
+
+def _median_ms(samples: list[float]) -> float:
+    return round(statistics.median(samples) * 1e3, 3)
+
+
+class _Stepper:
+    """A target runner driven by hand: one request in a steady state, any number of rows."""
+
+    def __init__(self, config: Any, context: int = 256) -> None:
+        import torch
+
+        from actors.messages import BlockDelta, SlotParams, StepPlan, TargetEntry, token_array
+        from actors.target.runner import TargetRunner
+
+        self._make = (StepPlan, TargetEntry, token_array)
+        self.context = context
+        self.runner = TargetRunner(config, torch.device("cpu"))
+        self.runner.allocate(200)
+        ids = token_array([(7 * i) % 1000 + 5 for i in range(context)])
+        plan = StepPlan(
+            0, 0, (SlotParams(0, context, 1),), (BlockDelta(0, 0, token_array(range(1, 120))),),
+            (TargetEntry(0, 0, ids, 0, 0, 1),),
+        )  # fmt: skip
+        self.runner.run(plan, None)
+
+    def step(self, num_rows: int) -> float:
+        plan_of, entry_of, array = self._make
+        entry = entry_of(0, self.context, array([11] * num_rows), num_rows - 1, 0, num_rows)
+        started = time.perf_counter()
+        self.runner.run(plan_of(0, 1, (), (), (entry,)), None)
+        return time.perf_counter() - started
+
+
+def steps(options: argparse.Namespace) -> dict[str, Any]:
+    """Alternate 1-row and 5-row steps."""
+    stepper = _Stepper(_config(options))
+    counts = (1, 2, 3, 4, 5, 8)
+    for n in counts:
+        stepper.step(n)
+    samples: dict[int, list[float]] = {n: [] for n in counts}
+    for _ in range(options.repeats):
+        for n in counts:
+            samples[n].append(stepper.step(n))
+    ratios = [five / one for one, five in zip(samples[1], samples[5], strict=True)]
+    return {
+        "step_ms": {str(n): _median_ms(s) for n, s in samples.items()},
+        "step_ms_min": {str(n): round(min(s) * 1e3, 3) for n, s in samples.items()},
+        "verify_5_rows_over_1_row": round(statistics.median(ratios), 3),
+    }
+
+
+async def _generate(engine: Any, ids: list[int], new_tokens: int, **kw: Any) -> dict[str, Any]:
+    from actors.protocols import GenerateRequest
+
+    request = GenerateRequest(
+        request_id=f"bench-{time.perf_counter_ns()}",
+        prompt_token_ids=ids,
+        max_tokens=new_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        **kw,
+    )
+    started, first, tokens, last = time.perf_counter(), 0.0, [], None
+    async for out in engine.generate(request):
+        first = first or time.perf_counter()
+        tokens += out.token_ids
+        last = out
+    ended = time.perf_counter()
+    assert last is not None and last.error is None
+    return {
+        "tokens": tokens,
+        "total_s": ended - started,
+        "decode_s": ended - first,
+        "ttft_s": first - started,
+        "stats": last.speculation,
+    }
+
+
+def generate(options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second at batch 1, whole request, prompts of ~60 to ~300 tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from actors.assembly import build_in_process, load_tokenizer
+    from benchmarks.workloads import OWN, by_category, chat_ids
+
+    config = _config(options, enable_prefix_caching=False)
+    tokenizer = load_tokenizer(config)
+    texts = [t for ts in by_category(OWN, 1).values() for t in ts][:6]
+    prompts = [chat_ids(tokenizer, text) for text in texts]
+    engine = build_in_process(config, tokenizer=tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    ours, theirs, ratios = [], [], []
+    n = options.new_tokens
+    for ids in prompts * 2:
+        got = asyncio.run(_generate(engine, ids, n))
+        tensor = torch.tensor([ids])
+        started = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=n,
+                min_new_tokens=n, do_sample=False,
+            )  # fmt: skip
+        reference_s = time.perf_counter() - started
+        ours.append(n / got["total_s"])
+        theirs.append((out.shape[1] - len(ids)) / reference_s)
+        ratios.append(ours[-1] / theirs[-1])
+    engine.stop()
+    return {
+        "plain_tokens_per_s": round(statistics.median(ours), 2),
+        "transformers_tokens_per_s": round(statistics.median(theirs), 2),
+        "plain_over_transformers": round(statistics.median(ratios), 3),
+    }
+
+
+_BURN = "while True: pass"
+
+
+def neighbour(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps in pairs of blocks: alone, then with a process that never sleeps on one core."""
+    stepper = _Stepper(_config(options))
+    for n in (1, 5):
+        stepper.step(n)
+    alone: dict[int, list[float]] = {1: [], 5: []}
+    busy: dict[int, list[float]] = {1: [], 5: []}
+    for _ in range(4):
+        for n in (1, 5):
+            alone[n] += [stepper.step(n) for _ in range(options.repeats // 4)]
+        with subprocess.Popen([sys.executable, "-c", _BURN]) as burner:
+            try:
+                time.sleep(0.3)
+                for n in (1, 5):
+                    busy[n] += [stepper.step(n) for _ in range(options.repeats // 4)]
+            finally:
+                burner.kill()
+    ratio = {
+        str(n): round(statistics.median(busy[n]) / statistics.median(alone[n]), 3) for n in (1, 5)
+    }
+    return {
+        "alone_ms": {str(n): _median_ms(alone[n]) for n in alone},
+        "busy_ms": {str(n): _median_ms(busy[n]) for n in busy},
+        "busy_over_alone": ratio,
+        "worst_busy_step_ms": round(max(busy[1] + busy[5]) * 1e3, 1),
+        "environment": {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")},
+    }
+
+
+def ngram(options: argparse.Namespace) -> dict[str, Any]:
+    """Per prompt, plain and n-gram decode one after the other on one engine; same tokens."""
+    from actors.assembly import build_in_process, load_tokenizer
+    from benchmarks.workloads import by_category, chat_ids
+
+    config = _config(options, NGRAM, enable_prefix_caching=False)
+    tokenizer = load_tokenizer(config)
+    engine = build_in_process(config, tokenizer=tokenizer)
+    result: dict[str, Any] = {}
+    n = options.new_tokens
+    for category, texts in by_category(options.spec_bench, options.per_category).items():
+        plain_s = ngram_s = plain_decode = ngram_decode = 0.0
+        accepted = drafts = count = 0
+        for text in texts:
+            ids = chat_ids(tokenizer, text)
+            if len(ids) + n > config.max_model_len:
+                continue
+            runs = {}
+            for on in (False, True) if count % 2 else (True, False):
+                runs[on] = asyncio.run(_generate(engine, ids, n, speculation_enabled=on))
+            assert runs[True]["tokens"] == runs[False]["tokens"], "speculation changed output"
+            count += 1
+            plain_s += runs[False]["total_s"]
+            ngram_s += runs[True]["total_s"]
+            plain_decode += runs[False]["decode_s"]
+            ngram_decode += runs[True]["decode_s"]
+            accepted += runs[True]["stats"].num_accepted_tokens
+            drafts += runs[True]["stats"].num_drafts
+        if not count:
+            continue
+        result[category] = {
+            "prompts": count,
+            "speedup": round(plain_s / ngram_s, 3),
+            "decode_speedup": round(plain_decode / ngram_decode, 3),
+            "acceptance_length": round(1 + accepted / max(drafts, 1), 3),
+            "plain_tokens_per_s": round(count * n / plain_s, 2),
+            "ngram_tokens_per_s": round(count * n / ngram_s, 2),
+        }
+        print(category, result[category], flush=True)
+    engine.stop()
+    return {"categories": result, "lowest_speedup": min(r["speedup"] for r in result.values())}
+
+
+def invariance(options: argparse.Namespace) -> dict[str, Any]:
+    """A 512-row prompt chunk and a 5-row step with `batch_invariant` on and off."""
+    import torch
+
+    from actors.messages import BlockDelta, SlotParams, StepPlan, TargetEntry, token_array
+    from actors.target.runner import TargetRunner
+
+    def prepare(exact: bool) -> Callable[[int, int], float]:
+        runner = TargetRunner(_config(options, batch_invariant=exact), torch.device("cpu"))
+        runner.allocate(200)
+        admission = (SlotParams(0, 8, 1),)
+        blocks = (BlockDelta(0, 0, token_array(range(1, 120))),)
+
+        def run(start: int, rows: int) -> float:
+            ids = token_array([(7 * i) % 1000 + 5 for i in range(rows)])
+            plan = StepPlan(0, 0, admission, blocks, (TargetEntry(0, start, ids, 0, 0, 1),))
+            began = time.perf_counter()
+            runner.run(plan, None)
+            return time.perf_counter() - began
+
+        return run
+
+    sides = {"on": prepare(True), "off": prepare(False)}
+    shapes = {"chunk_512": (0, 512), "chunk_512_at_1024": (1024, 512), "verify_5": (600, 5)}
+    out: dict[str, Any] = {}
+    for name, (start, rows) in shapes.items():
+        samples: dict[str, list[float]] = {"on": [], "off": []}
+        for i in range(6 if rows > 100 else options.repeats):
+            for side, run in sides.items():
+                elapsed = run(start, rows)
+                if i:
+                    samples[side].append(elapsed)
+        out[name] = {side: _median_ms(s) for side, s in samples.items()}
+        out[name]["on_over_off"] = round(out[name]["on"] / out[name]["off"], 3)
+    return out
+
+
+def actors(options: argparse.Namespace) -> dict[str, Any]:
+    """Decode milliseconds a token: separate target actor against the same engine in process."""
+    import ray
+
+    from actors.assembly import build_in_process, load_tokenizer
+    from actors.launch import Replica
+
+    config = _config(options, NGRAM)
+    tokenizer = load_tokenizer(config)
+    ids = tokenizer("The history of the old harbour begins", add_special_tokens=False)["input_ids"]
+    local = build_in_process(config, tokenizer=tokenizer)
+    _start_ray()
+    started = time.perf_counter()
+    replica = Replica.start(config)
+    start_s = time.perf_counter() - started
+    in_process, separate = [], []
+    for _ in range(6):
+        for engine, samples in ((local, in_process), (replica.engine, separate)):
+            got = asyncio.run(_generate(engine, ids, options.new_tokens, speculation_enabled=False))
+            samples.append(got["decode_s"] / (options.new_tokens - 1))
+    overhead = [b - a for a, b in zip(in_process, separate, strict=True)]
+    local.stop()
+    replica.stop()
+    ray.shutdown()
+    return {
+        "in_process_ms": _median_ms(in_process),
+        "separate_ms": _median_ms(separate),
+        "overhead_ms": _median_ms(overhead),
+        "overhead_of_minima_ms": round((min(separate) - min(in_process)) * 1e3, 3),
+        "start_s": round(start_s, 2),
+    }
+
+
+def start(options: argparse.Namespace) -> dict[str, Any]:
+    """Second start of a replica (the first fills the compile cache)."""
+    import ray
+
+    from actors.launch import Replica
+
+    _start_ray()
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        Replica.start(_config(options, NGRAM)).stop()
+        seconds.append(round(time.perf_counter() - began, 2))
+    ray.shutdown()
+    return {"first_s": seconds[0], "again_s": seconds[1]}
+
+
+def _start_ray() -> None:
+    import ray
+
+    root = str(Path(__file__).parents[1])
+    os.environ["PYTHONPATH"] = root + os.pathsep + os.environ.get("PYTHONPATH", "")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False
+    )
+
+
+SUITES: dict[str, Measure] = {
+    "steps": steps,
+    "generate": generate,
+    "neighbour": neighbour,
+    "ngram": ngram,
+    "invariance": invariance,
+    "actors": actors,
+    "start": start,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="model directory")
+    parser.add_argument("--suites", default="steps,generate,neighbour,ngram,invariance,actors")
+    parser.add_argument("--spec-bench", type=Path, help="spec_bench.jsonl; default: own prompts")
+    parser.add_argument("--per-category", type=int, default=3, help="prompts a category, 0 = all")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--default-spin", action="store_true", help="leave OpenMP's own spinning")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    wanted = compute_environment(options.threads)
+    if options.default_spin:
+        wanted.pop("GOMP_SPINCOUNT")
+    if any(os.environ.get(k) != v for k, v in wanted.items()):
+        # OpenMP reads its environment once, when torch is loaded: start over with it set.
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "benchmarks.run", *(argv or sys.argv[1:])],
+            {**os.environ, **wanted},
+        )
+    report: dict[str, Any] = {
+        "machine": {"cores": usable_cores(), "cpu": platform.processor() or platform.machine()},
+        "arguments": sys.argv[1:],
+    }
+    for name in options.suites.split(","):
+        print(f"--- {name}", flush=True)
+        report[name] = SUITES[name](options)
+        print(json.dumps(report[name]), flush=True)
+    line = json.dumps(report)
+    if options.out:
+        options.out.write_text(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
