@@ -61,8 +61,7 @@ class QueueFull(RequestError):
 
     def __init__(self, num_waiting: int, limit: int, retry_after_s: int) -> None:
         super().__init__(
-            f"{num_waiting} requests are waiting, the limit is {limit}; retry in "
-            f"{retry_after_s} s"
+            f"{num_waiting} requests are waiting, the limit is {limit}; retry in {retry_after_s} s"
         )
         self.retry_after_s = retry_after_s
 

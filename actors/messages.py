@@ -18,6 +18,10 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 
+# Sampled id of a row whose logits are not numbers: the verifier fails that request.
+INVALID_SAMPLE = -1
+
+
 def _ids(raw: bytes) -> Int32Array:
     return np.frombuffer(raw, dtype="<i4")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol
 
 from actors.messages import DraftTokens, Int32Array, RowStats, StepPlan
@@ -21,7 +21,8 @@ class DraftHostLike(Protocol):
     """A draft model as the step sees it."""
 
     def run(self, plan: StepPlan) -> DraftTokens:
-        """Execute the plan's draft part: feed, then draft."""
+        """Execute the plan's draft part: feed, then draft. Also called without draft entries, to
+        follow admissions and block tables."""
 
 
 class StepClient(Protocol):
@@ -51,7 +52,7 @@ class LookupDrafter(Protocol):
         """Drop all state of request `key`."""
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended, in the words of the OpenAI API."""
 
     STOP = "stop"

@@ -14,13 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.messages import Float32Array, Int32Array, SlotParams
+from actors.messages import INVALID_SAMPLE, Float32Array, Int32Array, SlotParams
 from actors.noise import gumbel, row_key
 
 # Below this a temperature means greedy, in target and draft alike.
 GREEDY_TEMPERATURE = 1e-5
-# Sampled id of a row whose logits are not numbers: the verifier fails that request.
-INVALID_SAMPLE = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,15 @@ Values and measurements: docs/adr/0009 and benchmarks/threads.py.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # libgomp iterations; about 10 us. 0 would sleep at once (OMP_WAIT_POLICY=PASSIVE).
 SPIN_COUNT = 2000
+
+
+def cache_dir() -> Path:
+    """Folder for what Paceline builds or converts: `$PACELINE_CACHE` or `~/.cache/paceline`."""
+    return Path(os.environ.get("PACELINE_CACHE", "~/.cache/paceline")).expanduser()
 
 
 def usable_cores() -> int:
@@ -30,11 +36,8 @@ def compute_environment(num_threads: int | None) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "GOMP_SPINCOUNT": str(SPIN_COUNT),
         "OMP_DYNAMIC": "FALSE",
-        # Torch's inductor cache and our own share one folder, so that a restart finds both.
+        # Compiled layers live beside our own kernels, so that a restart finds both.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
-            "TORCHINDUCTOR_CACHE_DIR",
-            os.path.join(
-                os.path.expanduser(os.environ.get("PACELINE_CACHE", "~/.cache/paceline")), "inductor"
-            ),
+            "TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor")
         ),
     }

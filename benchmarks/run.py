@@ -357,6 +357,7 @@ SUITES: dict[str, Measure] = {
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the chosen suites."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

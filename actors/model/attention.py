@@ -72,7 +72,9 @@ class PagedCache(nn.Module):
         super().__init__()
         self.exact = exact
         # Zeros, not empty: the SDPA path multiplies masked values by weight 0, and 0 * NaN is NaN.
-        keys = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype, device=device)
+        keys = torch.zeros(
+            num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype, device=device
+        )
         values = torch.zeros(
             num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device
         )
@@ -89,7 +91,8 @@ _GEMM_ROWS = 128
 
 _LIB = torch.library.Library("paceline", "DEF")
 _LIB.define(
-    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "paged_attention(Tensor query, Tensor key, Tensor value, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor query_start, Tensor seq_lens, Tensor block_table, Tensor slots, "
     "float scale, float softcap, int window, bool exact) -> Tensor"
 )
@@ -174,7 +177,9 @@ def paged_attention_torch(
     max_q, max_kv = int(q_lens.max()), int(seq_lens.max())
     num_used = -(-max_kv // block_size)
     table = block_table[:, :num_used].long()
-    keys = k_cache[table].permute(0, 2, 1, 4, 3).reshape(num_reqs, -1, num_used * block_size, head_dim)
+    keys = (
+        k_cache[table].permute(0, 2, 1, 4, 3).reshape(num_reqs, -1, num_used * block_size, head_dim)
+    )
     values = v_cache[table].transpose(1, 2).reshape(num_reqs, -1, num_used * block_size, head_dim)
 
     row_in_req = torch.arange(max_q, device=query.device)
@@ -201,7 +206,8 @@ def paged_attention_torch(
     return out
 
 
-def _paged_attention_meta(query: Tensor, *_: Any) -> Tensor:
+def _paged_attention_meta(query: Tensor, *others: Any) -> Tensor:
+    del others
     _, num_heads, num_rows, head_dim = query.shape
     return query.new_empty(1, num_rows, num_heads, head_dim)
 
@@ -218,7 +224,8 @@ _discovered: list[KVGeometry] | None = None
 def discovery() -> Iterator[list[KVGeometry]]:
     """While open, attention calls are recorded and answered with zeros: no cache exists yet."""
     global _discovered
-    _discovered = found = []
+    found: list[KVGeometry] = []
+    _discovered = found
     try:
         yield found
     finally:

@@ -11,18 +11,16 @@ aside), so a model with sliding and full attention layers gets two graphs.
 
 from __future__ import annotations
 
-import logging
+import operator
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from actors.model.linear import PackedLinear
-
-logger = logging.getLogger(__name__)
 
 # Sizes of the tracing example: rows, requests and requests + 1 are numbers that are no dimension
 # of a model, so that symbolic dimensions are told apart by value.
@@ -58,33 +56,32 @@ def _plain_attributes(layer: nn.Module) -> tuple[Any, ...]:
             if key != "layer_idx" and isinstance(value, (int, float, bool, str, type(None))):
                 found.append((name, key, value))
         for key, tensor in sorted({**module._parameters, **module._buffers}.items()):
-            found.append((name, key, None if tensor is None else (tuple(tensor.shape), tensor.dtype)))
+            found.append(
+                (name, key, None if tensor is None else (tuple(tensor.shape), tensor.dtype))
+            )
     return tuple(found)
 
 
-class _Graph:
-    """A compiled layer function together with how to call it."""
-
-    def __init__(self, compiled: Callable[..., Any], spec: pytree.TreeSpec, consts: list[Any]) -> None:
-        self.compiled = compiled
-        self.spec = spec
-        self.consts = consts
-
-
-def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Any], pytree.TreeSpec]:
+def _split(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Any], pytree.TreeSpec]:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     consts = [None if isinstance(x, Tensor) else x for x in leaves]
     return tensors, consts, spec
 
 
-def _join(tensors: Sequence[Tensor], consts: list[Any], is_tensor: list[bool], spec: pytree.TreeSpec) -> Any:
+def _join(
+    tensors: Sequence[Tensor], consts: list[Any], is_tensor: list[bool], spec: pytree.TreeSpec
+) -> Any:
     it = iter(tensors)
     leaves = [next(it) if t else c for c, t in zip(consts, is_tensor, strict=True)]
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _trace_and_compile(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+def _trace_and_compile(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
     import torch._inductor.config as inductor_config
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.compile_fx import compile_fx
@@ -121,8 +118,10 @@ def _trace_and_compile(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             return tensor
         if not symbolic:
             return fake_mode.from_tensor(tensor.detach(), static_shapes=True)
-        dims = [DimDynamic.DYNAMIC if n in dynamic_sizes else DimDynamic.STATIC for n in tensor.shape]
-        context = StatelessSymbolicContext(dynamic_sizes=dims)  # type: ignore[arg-type]
+        dims = [
+            DimDynamic.DYNAMIC if n in dynamic_sizes else DimDynamic.STATIC for n in tensor.shape
+        ]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
         return fake_mode.from_tensor(tensor, symbolic_context=context)
 
     fakes = [fake(w, symbolic=False) for w in weights] + [fake(x, symbolic=True) for x in inputs]
@@ -134,7 +133,8 @@ def _trace_and_compile(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
     # Strides are asserted against the example's otherwise, on every call of every layer.
     with inductor_config.patch(size_asserts=False, alignment_asserts=False):
-        return compile_fx(graph, values)  # type: ignore[no-any-return]
+        compiled: Any = compile_fx(graph, values)
+    return cast("Callable[..., Any]", compiled)
 
 
 class _FusedSlice(nn.Module):
@@ -197,18 +197,38 @@ class LayerCompiler:
     def _install_one(self, layer: nn.Module) -> None:
         kind = _plain_attributes(layer)
         weights = [owner[key] for owner, key in _tensor_slots(layer)]
+        # A runner calls its layers the same way every step: the graph is looked up once a layer.
+        graph: Callable[..., Any] | None = None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            tensors, consts, spec = _split(args, kwargs)
-            key = (kind, spec, tuple(consts))
-            compiled = self._graphs.get(key)
-            if compiled is None:
-                example_args, example_kwargs = _resize_example(args, kwargs)
-                compiled = _trace_and_compile(layer, example_args, example_kwargs)
-                self._graphs[key] = compiled
-            return compiled(*weights, *tensors)[0]
+            nonlocal graph
+            if graph is None:
+                graph = self._graph(kind, layer, args, kwargs)
+            return graph(*weights, *_row_tensors(args, kwargs))[0]
 
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward
+
+    def _graph(
+        self, kind: Any, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any]:
+        tensors, consts, spec = _split(args, kwargs)
+        fast = _row_tensors(args, kwargs)
+        assert len(tensors) == len(fast) and all(map(operator.is_, tensors, fast))
+        key = (kind, spec, tuple(consts))
+        if key not in self._graphs:
+            self._graphs[key] = _trace_and_compile(layer, *_resize_example(args, kwargs))
+        return self._graphs[key]
+
+
+def _row_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among a layer's arguments, in pytree order, without pytree's cost."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += [x for x in value if isinstance(x, Tensor)]
+    return found
 
 
 def _resize_example(

@@ -47,7 +47,9 @@ def padded_rows(num_rows: int) -> int:
 class SlotTables:
     """Per-slot state of a worker: sampling parameters and KV block table. Set by plans only."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, lookahead: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, lookahead: int, block_size: int
+    ) -> None:
         self.block_size = block_size
         self.max_blocks = -(-(max_model_len + lookahead) // block_size)
         self._table = np.zeros((max_num_seqs, self.max_blocks), dtype=np.int32)
@@ -58,7 +60,9 @@ class SlotTables:
         for params in admissions:
             self._params[params.slot] = params
         for delta in blocks:
-            self._table[delta.slot, delta.first : delta.first + len(delta.block_ids)] = delta.block_ids
+            self._table[delta.slot, delta.first : delta.first + len(delta.block_ids)] = (
+                delta.block_ids
+            )
 
     def params(self, slot: int) -> SlotParams:
         return self._params[slot]
@@ -75,12 +79,16 @@ class SlotTables:
         slots = np.full(total, -1, dtype=np.int64)
         logits_indices: list[int] = []
         rows: list[LogitsRow] = []
-        for entry, first, count in zip(entries, query_start[:-1].tolist(), counts.tolist(), strict=True):
+        for entry, first, count in zip(
+            entries, query_start[:-1].tolist(), counts.tolist(), strict=True
+        ):
             where = np.arange(entry.start, entry.start + count)
             input_ids[first : first + count] = entry.token_ids
             positions[first : first + count] = where
             blocks = self._table[entry.slot, where // self.block_size]
-            slots[first : first + count] = blocks.astype(np.int64) * self.block_size + where % self.block_size
+            slots[first : first + count] = (
+                blocks.astype(np.int64) * self.block_size + where % self.block_size
+            )
             params = self._params[entry.slot]
             for i in range(count - entry.num_logits, count):
                 logits_indices.append(first + i)
@@ -95,6 +103,8 @@ class SlotTables:
             on_device(input_ids),
             on_device(positions),
             torch.tensor(logits_indices, dtype=torch.int64, device=device),
-            AttentionBatch(on_device(query_start), on_device(seq_lens), on_device(table), on_device(slots)),
+            AttentionBatch(
+                on_device(query_start), on_device(seq_lens), on_device(table), on_device(slots)
+            ),
             rows,
         )

@@ -27,7 +27,9 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def _packed_linear_meta(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+def _packed_linear_meta(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 

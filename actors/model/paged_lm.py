@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from actors.errors import LoadError
+from actors.messages import SlotParams, token_array
 from actors.model.attention import PagedCache, native_kernels
 from actors.model.compiled import LayerCompiler, can_compile, fuse_projections
-from actors.messages import SlotParams, token_array
 from actors.model.inputs import EntryRows, FlatBatch, SlotTables
 from actors.model.linear import pack_linears
 from actors.model.loader import LoadedModel, load_causal_lm, torch_dtype
@@ -66,7 +66,9 @@ class PagedCausalLM:
         )  # fmt: skip
 
     def _decide_compile(self, setting: Literal["auto", "on", "off"]) -> bool:
-        if setting == "off" or (setting == "auto" and self.num_parameters < _COMPILE_MIN_PARAMETERS):
+        if setting == "off" or (
+            setting == "auto" and self.num_parameters < _COMPILE_MIN_PARAMETERS
+        ):
             return False
         if self.device.type != "cpu":
             if setting == "on":

@@ -27,7 +27,9 @@ class RotaryTable(nn.Module):
         self.max_positions = max_positions
         self._tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
-    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         # Models with two kinds of layers pass the layer type: one table each.
         key = (x.dtype, x.device, *args, *sorted(kwargs.items()))
         table = self._tables.get(key)

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from actors.threads import cache_dir
+
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("paged_attention.c")
@@ -43,11 +45,6 @@ class AttentionKernels:
     paged_attention: ctypes._NamedFuncPointer
 
 
-def cache_dir() -> Path:
-    """Folder for what Paceline builds or converts: `$PACELINE_CACHE` or `~/.cache/paceline`."""
-    return Path(os.environ.get("PACELINE_CACHE", "~/.cache/paceline")).expanduser()
-
-
 def supports(head_dim: int, block_size: int) -> bool:
     """Whether the vector code can be built for these sizes (multiples of 8, block in partition)."""
     return head_dim % 8 == 0 and block_size % 8 == 0 and 256 % block_size == 0
@@ -61,8 +58,10 @@ def load_kernels(head_dim: int, block_size: int) -> AttentionKernels | None:
         return None
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        logger.warning("no C compiler found: attention runs on torch, slower and not bit-exact "
-                       "across batch shapes; install gcc or clang")
+        logger.warning(
+            "no C compiler found: attention runs on torch, slower and not bit-exact "
+            "across batch shapes; install gcc or clang"
+        )
         return None
     path = _build(compiler, head_dim, block_size)
     if path is None:
@@ -110,6 +109,8 @@ def _build(compiler: str, head_dim: int, block_size: int) -> Path | None:
     except (OSError, subprocess.SubprocessError) as error:
         scratch.unlink(missing_ok=True)
         detail = getattr(error, "stderr", "") or str(error)
-        logger.warning("building the native attention failed, using torch: %s", detail.strip()[:400])
+        logger.warning(
+            "building the native attention failed, using torch: %s", detail.strip()[:400]
+        )
         return None
     return path

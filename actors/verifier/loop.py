@@ -15,7 +15,7 @@ import numpy as np
 from actors.acceptance.base import AcceptanceMethod, VerifyRows
 from actors.acceptance.exact import accept_exact
 from actors.errors import EngineDead
-from actors.messages import Int32Array, RowStats, token_array
+from actors.messages import INVALID_SAMPLE, Int32Array, RowStats, token_array
 from actors.protocols import (
     FinishReason,
     LookupDrafter,
@@ -206,6 +206,10 @@ class StepLoop:
         if not run:
             self.scheduler.commit(part, 0, 0)
             return
+        if run[-1] == INVALID_SAMPLE:
+            raise ArithmeticError(
+                f"the model's logits after {request.num_tokens} tokens are not numbers"
+            )
         end = end_run(request.rules, request.num_output_tokens, run, request.text)
         kept = run[: end.num_tokens]
         num_kept_drafts = min(num_accepted, end.num_tokens)

@@ -150,5 +150,7 @@ def _assert_same(demo_dir: Path, prompt: list[int], ours: list[int], theirs: lis
         logits = model(torch.tensor([prompt + theirs[:where]])).logits[0, -1]
     best = logits.topk(2).values
     margin = float(best[0] - best[1])
-    print(f"position {where}: {ours[where:where + 1]} != {theirs[where:where + 1]}, {margin=:.2e}")
+    print(
+        f"position {where}: {ours[where : where + 1]} != {theirs[where : where + 1]}, {margin=:.2e}"
+    )
     assert margin < MARGIN, f"tokens differ at {where} where the margin is {margin:.3g}"

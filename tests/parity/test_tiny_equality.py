@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from actors.assembly import build_in_process
+from actors.errors import PromptTooLong
 from actors.protocols import GenerateRequest, RunOutput
 from actors.verifier.engine import VerifierEngine
 from specconfig import EngineArgs
@@ -109,9 +110,7 @@ def plain(models: tuple[Path, Path]) -> Iterator[dict[str, list[Result]]]:
     """The oracle: K = 0, one request at a time, whole prompts."""
     eng = engine(models, None, enable_prefix_caching=False)
     try:
-        yield {
-            mode: [run(eng, [r])[0] for r in requests(mode)] for mode in ("greedy", "seeded")
-        }
+        yield {mode: [run(eng, [r])[0] for r in requests(mode)] for mode in ("greedy", "seeded")}
     finally:
         eng.stop()
 
@@ -241,19 +240,14 @@ def test_context_end_every_length(models: tuple[Path, Path]) -> None:
                 models, {**spec, "num_speculative_tokens": k}, max_model_len=64, max_num_seqs=4
             )
             try:
-                sent = [
-                    GenerateRequest(
-                        request_id=f"p{n}", prompt_token_ids=[7, 8, 9, 5] * 16, max_tokens=None,
-                        temperature=0.0, ignore_eos=True,
-                    )
-                    for n in range(1)
-                ]  # fmt: skip
-                with pytest.raises(Exception, match="64"):
-                    run(eng, sent)
+                too_long = GenerateRequest("long", prompt_token_ids=[7, 8, 9, 5] * 16)
+                with pytest.raises(PromptTooLong, match=r"64 tokens.*64 tokens"):
+                    run(eng, [too_long])
                 fitting = [
                     GenerateRequest(
                         request_id=f"q{n}", prompt_token_ids=([7, 8, 9, 5] * 16)[:n],
                         max_tokens=100 if n % 2 else None, temperature=0.0, ignore_eos=True,
+                        num_logprobs=0,
                     )
                     for n in range(50, 64)
                 ]  # fmt: skip
@@ -277,9 +271,7 @@ def test_abort_frees_blocks_within_a_step(models: tuple[Path, Path]) -> None:
             if out.finish_reason is not None:
                 done.set()
 
-        eng.add_request(
-            GenerateRequest("gone", [1, 2, 3], temperature=0.0, ignore_eos=True), sink
-        )
+        eng.add_request(GenerateRequest("gone", [1, 2, 3], temperature=0.0, ignore_eos=True), sink)
         assert done.wait(20)
         assert seen[-1].finish_reason is not None and seen[-1].finish_reason.value == "abort"
         assert len(seen) <= 4

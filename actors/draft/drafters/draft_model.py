@@ -22,7 +22,7 @@ from specconfig.engine import EngineConfig
 
 
 class DraftModelDrafter:
-    """One draft rank without Ray. The same life as a target runner: load, allocate, warm up, run."""
+    """One draft rank without Ray; lives as a target runner does: load, allocate, warm up, run."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         if config.draft_model is None:
@@ -74,9 +74,7 @@ class DraftModelDrafter:
             drafting = [
                 i
                 for i in drafting
-                if asking[i].num_drafts > k
-                and ends[i] + k <= self._max_len
-                and drafted[i][-1] >= 0
+                if asking[i].num_drafts > k and ends[i] + k <= self._max_len and drafted[i][-1] >= 0
             ]
             rows = [
                 EntryRows(asking[i].slot, ends[i] + k - 1, token_array([drafted[i][-1]]), 1)

@@ -3,11 +3,13 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from actors.draft.drafters.ngram import NgramDrafter
 from actors.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull
+from actors.messages import INVALID_SAMPLE
 from actors.protocols import FinishReason, RunOutput
 from actors.step_client import InProcessStepClient
 from actors.verifier.engine import VerifierEngine
@@ -864,3 +866,26 @@ def test_status_and_snapshot_are_plain_numbers(engines):
     itl = snapshot["inter_token_latency_s"]
     assert sum(itl["counts"]) == itl["count"] == snapshot["num_output_tokens"] - 1
     assert snapshot["step_time_s"]["count"] == snapshot["num_steps"]
+
+
+def test_losg_5_logits_that_are_not_numbers_fail_their_request_only(engines):
+    engine = engines(2, fakes.perfect(SCRIPT))
+    honest = engine.target.run
+
+    def poisoned(plan, drafts):
+        result = honest(plan, drafts)
+        row = 0
+        sampled = result.sampled.copy()
+        for entry, count in zip(plan.target, result.num_rows.tolist(), strict=True):
+            if count and engine.target.kv.slots[entry.slot].params.prompt_len == 4:
+                sampled[row] = INVALID_SAMPLE
+            row += count
+        return replace(result, sampled=sampled)
+
+    engine.target.run = poisoned
+    bad, good = fakes.run_all(
+        engine, [fakes.request("bad", [1] * 4), fakes.request("good", [1], max_tokens=6)]
+    )
+    assert bad.last.finish_reason is FinishReason.ABORT
+    assert "not numbers" in bad.last.error
+    assert good.last.finish_reason is FinishReason.LENGTH and good.last.error is None

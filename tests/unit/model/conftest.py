@@ -53,7 +53,10 @@ class Runner:
         )
         self.config = args.resolve().model
         self.lm = PagedCausalLM(
-            self.config, device=CPU, max_positions=401, compile_layers=compile_layers  # type: ignore[arg-type]
+            self.config,
+            device=CPU,
+            max_positions=401,
+            compile_layers=compile_layers,  # type: ignore[arg-type]
         )
         self.lm.allocate(3 * (400 // block_size + 2), block_size)
         self.tables = SlotTables(3, 400, 0, block_size)

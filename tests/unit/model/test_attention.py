@@ -37,8 +37,9 @@ class Scene:
         out: torch.Tensor = torch.ops.paceline.paged_attention(
             self.q[:, :, rows], self.k[:, :, rows], self.v[:, :, rows],
             self.cache.keys, self.cache.values,
-            torch.tensor([0, end - begin], dtype=torch.int32), torch.tensor([end], dtype=torch.int32),
-            self.table, self.slots[rows], HEAD_DIM**-0.5, softcap, window,
+            torch.tensor([0, end - begin], dtype=torch.int32),
+            torch.tensor([end], dtype=torch.int32),
+            self.table, self.slots[rows], HEAD_DIM**-0.5, softcap, window, True,
         )  # fmt: skip
         return out[0]
 

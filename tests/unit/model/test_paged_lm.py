@@ -1,4 +1,4 @@
-"""The paged forward equals transformers' plain forward, and a row's bits do not depend on company."""
+"""The paged forward equals transformers' plain one; a row's bits do not depend on company."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def test_no_logits_rows_still_writes_kv(family_dir: Callable[..., Path]) -> None
 
     path, ids = family_dir("llama"), prompt(20)
     runner = Runner(path)
-    batch = runner.tables.flatten(
-        [EntryRows(0, 0, token_array(ids[:19]), 0)], torch.device("cpu")
-    )
+    batch = runner.tables.flatten([EntryRows(0, 0, token_array(ids[:19]), 0)], torch.device("cpu"))
     assert runner.lm.forward(batch).shape == (0, 96)
     assert torch.equal(runner.rows((0, 19, ids[19:])), Runner(path).rows((0, 0, ids))[19:])
 
