@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -103,6 +104,7 @@ class Engine:
             "config": config.model_dump(
                 mode="json", exclude={"decisions": True, "model": {"hf_config"}}
             ),
+            "verifier_pid": os.getpid(),
             "replica": self._replica.describe(),
         }
 

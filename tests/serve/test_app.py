@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Timer
+from threading import Event, Timer
 from typing import Any
 
 import httpx
@@ -196,14 +196,16 @@ def test_runtime_knobs(app: App) -> None:
     assert complete(app).json()["usage"]["speculation"]["num_drafts"] > 0
 
 
-def target_pids(app: App) -> list[int]:
+def pids(app: App) -> dict[str, int]:
     with app.http() as http:
-        actors = http.get("/server_info").json()["replica"]["actors"]
-    return [actor["pid"] for actor in actors]
+        info = http.get("/server_info").json()
+    (target,) = info["replica"]["actors"]
+    return {"target": target["pid"], "verifier": info["verifier_pid"]}
 
 
-def test_a_stream_survives_the_death_of_its_engine(app: App) -> None:
-    """The target actor is killed mid-stream: nothing is lost or repeated, and Serve heals."""
+@pytest.mark.parametrize("victim", ["target", "verifier"])
+def test_a_stream_survives_the_death_of_its_engine(app: App, victim: str) -> None:
+    """A process is killed mid-stream: nothing is lost or repeated, and Serve heals."""
     fields = {
         "model": "tiny",
         "prompt": "abcabcabc",
@@ -216,19 +218,33 @@ def test_a_stream_survives_the_death_of_its_engine(app: App) -> None:
     }  # fmt: skip
     client = app.openai()
     whole = client.completions.create(**fields)
-    (pid,) = target_pids(app)
-    timer = Timer(0.3, psutil.Process(pid).kill)
-    tokens: list[int] = []
-    text = ""
-    for number, chunk in enumerate(client.completions.create(stream=True, **fields)):
-        if number == 0:
-            timer.start()
-        tokens += getattr(chunk.choices[0], "token_ids", None) or []
-        text += chunk.choices[0].text
+    old = pids(app)
+    timer = Timer(0.3, psutil.Process(old[victim]).kill)
+    states: list[int] = []
+    done = Event()
+
+    def watch_health() -> None:
+        while not done.wait(0.1):
+            states.append(httpx.get(f"{app.url}/health", timeout=10).status_code)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch_health)
+        tokens: list[int] = []
+        text = ""
+        try:
+            for number, chunk in enumerate(client.completions.create(stream=True, **fields)):
+                if number == 0:
+                    timer.start()
+                tokens += getattr(chunk.choices[0], "token_ids", None) or []
+                text += chunk.choices[0].text
+        finally:
+            done.set()
+        watching.result()
     timer.join()
-    assert not psutil.pid_exists(pid)
     assert tokens == whole.choices[0].token_ids
     assert text == whole.choices[0].text
-    assert target_pids(app) != [pid]
+    assert 503 in states and states[0] == 200
+    assert wait_until(lambda: not any(map(psutil.pid_exists, old.values())), 10)
+    assert set(pids(app).values()).isdisjoint(old.values())
     with app.http() as http:
         assert http.get("/health").status_code == 200
