@@ -1,0 +1,177 @@
+"""A replica on a real Ray: placement, the output of one process, deaths, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from actors.assembly import build_in_process
+from actors.errors import LoadError
+from actors.launch import Replica
+from actors.protocols import GenerateRequest, RunOutput
+from specconfig import EngineArgs
+from specconfig.engine import EngineConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("fake_gpu_ray")]
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+REPEATING = [70, 71, 72, 73] * 8
+
+
+def config(target: Path, spec: dict[str, Any] | None, **kw: Any) -> EngineConfig:
+    args: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "num_threads": 1,
+        **kw,
+    }
+    if spec is not None:
+        spec = {"num_speculative_tokens": 3, **spec}
+    return EngineArgs(model=str(target), speculative_config=spec, **args).resolve()
+
+
+@dataclass
+class Answer:
+    ids: list[int]
+    last: RunOutput
+
+
+def ask(
+    engine: Any, request_id: str, on_run: Callable[[int], None] = lambda n: None, **kw: Any
+) -> Answer:
+    async def run() -> Answer:
+        ids: list[int] = []
+        request = GenerateRequest(
+            request_id,
+            REPEATING,
+            **{"temperature": 0.0, "ignore_eos": True, "max_tokens": 40, **kw},
+        )
+        last = None
+        runs = 0
+        async for last in engine.generate(request):
+            ids += last.token_ids
+            runs += 1
+            on_run(runs)
+        assert last is not None
+        return Answer(ids, last)
+
+    return asyncio.run(run())
+
+
+def in_process(cfg: EngineConfig, **kw: Any) -> list[int]:
+    engine = build_in_process(cfg, warm_up=False)
+    try:
+        return ask(engine, "local", **kw).ids
+    finally:
+        engine.stop()
+
+
+def actor_pids(replica: Replica) -> dict[str, int]:
+    return {fact["role"]: fact["pid"] for fact in replica.describe()["actors"]}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("placement", ["colocated", "dedicated", "fused"])
+def test_draft_placements_share_devices_as_asked(
+    tiny_pair: tuple[Path, Path], placement: str
+) -> None:
+    target, draft = tiny_pair
+    cfg = config(target, {"model": str(draft)}, placement=placement)
+    plain = in_process(config(target, None, device="cpu"))
+    replica = Replica.start(cfg)
+    try:
+        facts = {f["role"]: f for f in replica.describe()["actors"]}
+        if placement == "fused":
+            assert set(facts) == {"target"}
+        else:
+            assert facts["draft"]["pid"] != facts["target"]["pid"]
+            same = facts["draft"]["cuda_visible_devices"] == facts["target"]["cuda_visible_devices"]
+            assert same == (placement == "colocated")
+        assert len(replica.describe()["bundles"]) == (2 if placement == "dedicated" else 1)
+        assert all(b["GPU"] == 1 for b in replica.describe()["bundles"])
+        got = ask(replica.engine, "a")
+        assert got.ids == plain
+        assert got.last.speculation.num_draft_tokens > 0
+        sampled = {"temperature": 0.9, "seed": 4}
+        off = ask(replica.engine, "b", speculation_enabled=False, **sampled)
+        assert ask(replica.engine, "c", **sampled).ids == off.ids
+    finally:
+        replica.stop()
+    for pid in (f["pid"] for f in facts.values()):
+        wait_until(lambda pid=pid: gone(pid), 20)  # type: ignore[misc]
+    wait_until(lambda: ray.available_resources().get("GPU") == 4, 20)
+
+
+def test_a_killed_draft_costs_speed_and_comes_back(tiny_pair: tuple[Path, Path]) -> None:
+    target, _ = tiny_pair
+    cfg = config(target, {"model": str(target)})
+    replica = Replica.start(cfg)
+    try:
+        plain = ask(replica.engine, "plain", speculation_enabled=False, max_tokens=120).ids
+        pid = actor_pids(replica)["draft"]
+
+        def kill(runs: int) -> None:
+            if runs == 3:
+                os.kill(pid, signal.SIGKILL)
+
+        hurt = ask(replica.engine, "hurt", kill, max_tokens=120)
+        assert hurt.ids == plain and hurt.last.error is None
+        wait_until(lambda: replica.describe()["num_draft_rebuilds"] == 1)
+        wait_until(lambda: replica.engine.status().draft_lost is None)
+        healed = ask(replica.engine, "healed", max_tokens=120)
+        assert healed.ids == plain
+        drafted = healed.last.speculation.num_draft_tokens
+        assert drafted > 0 and healed.last.speculation.num_accepted_tokens == drafted
+        assert actor_pids(replica)["draft"] != pid
+    finally:
+        replica.stop()
+
+
+def test_a_killed_target_fails_fast_and_says_why(tiny_pair: tuple[Path, Path]) -> None:
+    replica = Replica.start(config(tiny_pair[0], NGRAM))
+    try:
+        pid = actor_pids(replica)["target"]
+
+        def kill(runs: int) -> None:
+            if runs == 2:
+                os.kill(pid, signal.SIGKILL)
+
+        started = time.monotonic()
+        answer = ask(replica.engine, "doomed", kill, max_tokens=200)
+        assert time.monotonic() - started < 20
+        assert answer.last.error is not None and "target" in answer.last.error
+        with pytest.raises(Exception, match="target"):
+            replica.check_health()
+    finally:
+        replica.stop()
+
+
+def test_a_model_that_cannot_load_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    from tests.tiny import write_tiny_config
+
+    broken = write_tiny_config(tmp_path / "no-weights")
+    before = ray.available_resources().get("GPU")
+    with pytest.raises(LoadError, match=r"no \*\.safetensors"):
+        Replica.start(config(broken, None))
+    wait_until(lambda: ray.available_resources().get("GPU") == before, 20)
