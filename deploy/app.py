@@ -8,6 +8,7 @@ from typing import Any, Final
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import GangSchedulingConfig
 
 from deploy.engine import Engine
 from deploy.engine_client import HandleEngineClient
@@ -71,7 +72,7 @@ def build(args: AppArgs) -> Application:
     capacity = args.resolved_max_ongoing_requests
     engine = serve.deployment(
         name=ENGINE_NAME,
-        num_replicas=args.num_replicas,
+        num_replicas=args.resolved_num_replicas,
         # A few more than the engine takes: it refuses them in milliseconds, exactly at its limit
         # and with an estimate of when to come back. Serve's own limit counts requests that are
         # only on their way, so a burst that fits would be refused; it is the second line.
@@ -79,7 +80,7 @@ def build(args: AppArgs) -> Application:
         max_queued_requests=2 * capacity + _REFUSAL_SLOTS,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         placement_group_bundles=_bundles(config),
-        placement_group_strategy="PACK",
+        **_grouping(config),
         ray_actor_options={"num_cpus": VERIFIER_CPUS},
         health_check_period_s=2,
         health_check_timeout_s=10,
@@ -97,6 +98,14 @@ def build(args: AppArgs) -> Application:
     )(serve.ingress()(Ingress))
     app: Application = ingress.bind(engine.bind(args), args)
     return app
+
+
+def _grouping(config: EngineConfig) -> dict[str, Any]:
+    """How Serve puts replicas together: data-parallel ranks start and restart as one gang."""
+    size = config.parallel.data_parallel_size
+    if size == 1:
+        return {"placement_group_strategy": "PACK"}
+    return {"gang_scheduling_config": GangSchedulingConfig(gang_size=size)}
 
 
 def _bundles(config: EngineConfig) -> list[dict[str, float]]:

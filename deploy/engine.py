@@ -15,6 +15,7 @@ from actors.errors import EngineDead
 from actors.protocols import GenerateRequest, RunOutput
 from deploy.engine_client import ReplicaReport
 from deploy.facts import ServedModel
+from deploy.gang import GangSeat, describe_gang, take_seat
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
 
@@ -25,8 +26,9 @@ STALE_STEP_S = 60.0
 # Drafts after which not one acceptance means that something is wrong, not that the text is hard.
 _NO_ACCEPTANCE_DRAFTS = 200
 
-# (config, placement group) -> a running actors.launch.Replica
-StartReplica = Callable[[EngineConfig, Any], Any]
+# (config, placement group, seat in a gang of data-parallel ranks) -> a running
+# actors.launch.Replica
+StartReplica = Callable[[EngineConfig, Any, GangSeat | None], Any]
 
 
 class RuntimeKnobs(BaseModel):
@@ -38,11 +40,14 @@ class RuntimeKnobs(BaseModel):
     max_speculative_tokens: int | None = Field(default=None, ge=0)
 
 
-def start_replica(config: EngineConfig, placement_group: Any) -> Any:
+def start_replica(config: EngineConfig, placement_group: Any, seat: GangSeat | None) -> Any:
     """Start the real thing. Imported late: the driver that only builds the app needs no torch."""
     from actors.launch import Replica
 
-    return Replica.start(config, placement_group)
+    if seat is None:
+        return Replica.start(config, placement_group)
+    first_bundle = seat.rank * len(Replica.bundles(config))
+    return Replica.start(config, placement_group, first_bundle, seat.member)
 
 
 class Engine:
@@ -54,7 +59,13 @@ class Engine:
         self._warned = False
         self._knobs = RuntimeKnobs()
         self._config = config
-        self._replica = start(config, _placement_group())
+        self._seat = take_seat(config)
+        try:
+            self._replica = start(config, _placement_group(), self._seat)
+        except BaseException:
+            if self._seat is not None:
+                self._seat.close()
+            raise
         logger.info("engine ready: %s", config.runtime.served_model_name)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
@@ -106,6 +117,7 @@ class Engine:
             ),
             "verifier_pid": os.getpid(),
             "replica": self._replica.describe(),
+            "data_parallel": describe_gang(config, self._seat),
         }
 
     def record_routing_stats(self) -> dict[str, Any]:
@@ -160,6 +172,8 @@ class Engine:
         if replica is not None:
             self._replica = None
             await asyncio.to_thread(replica.stop)
+            if self._seat is not None:
+                await asyncio.to_thread(self._seat.close)
 
 
 def _replica_name() -> str:

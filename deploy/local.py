@@ -103,7 +103,7 @@ def _check_memory(args: AppArgs) -> None:
     if available is None or not model.is_dir() or args.device == "cuda":
         return
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) // 2**20
-    needed = _BASE_MIB + args.num_replicas * weights
+    needed = _BASE_MIB + args.resolved_num_replicas * weights
     if needed > available:
         raise UserError(
             f"too little memory: serving {args.model} needs about {needed} MiB "
@@ -138,7 +138,8 @@ def ray_cluster(address: str | None, say: Callable[[str], None]) -> Iterator[Non
     folder: str | None = None
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        # Ray reads it once per process: a second cluster of one process must keep the first's.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.pop("RAY_ADDRESS", None)
         # Unix sockets below it: their paths must stay under 107 bytes.
         folder = tempfile.mkdtemp(prefix="pl-", dir=_short_temp())
