@@ -88,6 +88,13 @@ def check_supported(config: EngineConfig) -> None:
             f"tensor_parallel_size={config.parallel.tensor_parallel_size}: this version runs one "
             "target rank; set tensor_parallel_size: 1"
         )
+    if config.parallel.data_parallel_size > 1 and config.parallel.enable_expert_parallel:
+        raise LoadError(
+            f"enable_expert_parallel with data_parallel_size={config.parallel.data_parallel_size}:"
+            " experts would be spread over the replicas, whose forwards this version does not "
+            "join; set data_parallel_size: 1 and num_replicas for more replicas, or remove "
+            "enable_expert_parallel"
+        )
     if config.drafter_host is None:
         return
     import_drafter(config)

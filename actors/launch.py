@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.assembly import build_lookup_drafter, check_supported, load_tokenizer, size_kv
 from actors.draft.actor import DraftActor
 from actors.errors import LoadError, WorkerLost
+from actors.protocols import GangLike
 from actors.step_client import SocketStepClient
 from actors.target.actor import TargetActor
 from actors.threads import compute_environment
@@ -48,11 +49,20 @@ def _uses_gpus(config: EngineConfig) -> bool:
 class Replica:
     """A running engine: the verifier here, target and draft actors on the placement group."""
 
-    def __init__(self, config: EngineConfig, group: PlacementGroup, owns_group: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: PlacementGroup,
+        owns_group: bool,
+        first_bundle: int = 0,
+        gang: GangLike | None = None,
+    ) -> None:
         self.config = config
+        self._gang = gang
         self._group = group
         self._owns_group = owns_group
-        self._placement: ReplicaPlacement = place_replica(config, use_gpus=_uses_gpus(config))
+        placement: ReplicaPlacement = place_replica(config, use_gpus=_uses_gpus(config))
+        self._placement = placement.shifted(first_bundle)
         self._sockets = SocketDir()
         self._generation = 1
         self._listener = FrameListener(self._sockets.socket_path("verifier"), self._generation)
@@ -72,8 +82,17 @@ class Replica:
         return list(place_replica(config, use_gpus=_uses_gpus(config)).bundles)
 
     @classmethod
-    def start(cls, config: EngineConfig, group: PlacementGroup | None = None) -> Replica:
+    def start(
+        cls,
+        config: EngineConfig,
+        group: PlacementGroup | None = None,
+        first_bundle: int = 0,
+        gang: GangLike | None = None,
+    ) -> Replica:
         """Start a replica on `group`, or on a group of its own. Blocks until it can serve.
+
+        `first_bundle`: where its bundles begin in `group`. `gang`: the data-parallel ranks to
+        agree with on K; left when the replica stops.
 
         Raises:
             LoadError: a model, draft or tokenizer cannot be served, or memory does not suffice.
@@ -84,7 +103,7 @@ class Replica:
         if group is None:
             group = placement_group(cls.bundles(config), strategy="PACK")
             ray.get(group.ready(), timeout=LOAD_TIMEOUT_S)
-        replica = cls(config, group, owns_group)
+        replica = cls(config, group, owns_group, first_bundle, gang)
         try:
             replica._start()
         except BaseException:
@@ -125,6 +144,7 @@ class Replica:
             tokenizer,
             build_lookup_drafter(self.config),
             generation=self._generation,
+            gang=self._gang,
         )
         if self._drafts:
             threading.Thread(target=self._watch_draft, name="paceline-watch", daemon=True).start()
@@ -242,6 +262,8 @@ class Replica:
         self._is_stopping.set()
         if hasattr(self, "engine"):
             self.engine.stop()
+        if self._gang is not None:
+            self._gang.close()
         self._listener.close()
         for actor in self._targets + self._drafts:
             ray.kill(actor)

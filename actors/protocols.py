@@ -38,6 +38,37 @@ class StepClient(Protocol):
         """End the workers' loops. Idempotent."""
 
 
+class TurnLike(Protocol):
+    """What a data-parallel rank does next: a step whose K follows `batch`, or a dummy step."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def is_dummy(self) -> bool: ...
+
+
+class GangLike(Protocol):
+    """The other data-parallel ranks, as the step loop sees them (`parallel.data_parallel`)."""
+
+    num_unanswered: int
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether every rank must run as many forwards as the others."""
+
+    def next_turn(self, batch: int) -> TurnLike | None:
+        """Agree on the next step, of `batch` requests here. None: no agreement, static K."""
+
+    def idle(self) -> None:
+        """There is no work here: the others need not wait."""
+
+    def wait_idle(self, timeout_s: float) -> TurnLike | None:
+        """Lockstep: the dummy step that an idle rank must run now, if one comes in time."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
 class LookupDrafter(Protocol):
     """A drafter that needs tokens only and runs in the verifier's process.
 

@@ -74,12 +74,17 @@ class EngineStats:
         self.num_preemptions = 0
         self.num_drafter_failures = 0
         self.num_draft_losses = 0
+        # Data parallelism: answers that did not come in time, agreements given up, dummy steps.
+        self.num_dp_unanswered = 0
+        self.num_dp_fallbacks = 0
+        self.num_dp_dummy_steps = 0
         self.time_to_first_token_s = Histogram()
         self.inter_token_latency_s = Histogram()
         self.request_latency_s = Histogram()
         self.step_time_s = Histogram()
         self.forward_time_s = Histogram()
         self.draft_time_s = Histogram()
+        self.dp_wait_s = Histogram()
 
     def observe_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """One request's verification in one step."""

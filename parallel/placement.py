@@ -7,7 +7,7 @@ of its own behind the target's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specconfig.engine import EngineConfig
 
@@ -38,6 +38,15 @@ class ReplicaPlacement:
     @property
     def is_fused(self) -> bool:
         return not self.drafts
+
+    def shifted(self, first_bundle: int) -> ReplicaPlacement:
+        """The same on a group where this replica's bundles begin at `first_bundle`: those of a
+        gang's members lie one after another in one group."""
+        return replace(
+            self,
+            targets=tuple(replace(p, bundle=p.bundle + first_bundle) for p in self.targets),
+            drafts=tuple(replace(p, bundle=p.bundle + first_bundle) for p in self.drafts),
+        )
 
 
 def place_replica(config: EngineConfig, *, use_gpus: bool) -> ReplicaPlacement:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from specconfig.engine_args import EngineArgs
+from specconfig.errors import ConfigError
 
 
 class AppArgs(EngineArgs):
     """Args of ``import_path: deploy.app:build``. A superset of ``EngineArgs``."""
 
-    num_replicas: int = Field(default=1, ge=1, description="Engine replicas behind the router.")
+    num_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="Engine replicas behind the router, a multiple of data_parallel_size; "
+        "None = data_parallel_size.",
+    )
     num_ingress_replicas: int = Field(default=1, ge=1, description="HTTP/gRPC front replicas.")
     max_ongoing_requests: int | None = Field(
         default=None,
@@ -29,6 +35,23 @@ class AppArgs(EngineArgs):
         default=1, ge=1, description="Least tokens per streamed chunk, except the last."
     )
 
+    @model_validator(mode="after")
+    def _whole_gangs(self) -> AppArgs:
+        if self.resolved_num_replicas % self.data_parallel_size:
+            raise ConfigError(
+                "num_replicas",
+                self.num_replicas,
+                f"a multiple of data_parallel_size={self.data_parallel_size}: replicas start and "
+                "restart in whole gangs",
+                f"set num_replicas: {self.data_parallel_size} or remove it",
+            )
+        return self
+
+    @property
+    def resolved_num_replicas(self) -> int:
+        """Engine replicas; whole gangs of ``data_parallel_size``."""
+        return self.data_parallel_size if self.num_replicas is None else self.num_replicas
+
     @property
     def resolved_max_ongoing_requests(self) -> int:
         """Per-replica concurrency given to Serve: what runs plus what may queue."""
@@ -39,5 +62,5 @@ class AppArgs(EngineArgs):
     @property
     def ingress_max_ongoing_requests(self) -> int:
         """Per-ingress concurrency that can fill every engine replica."""
-        total = self.resolved_max_ongoing_requests * self.num_replicas
+        total = self.resolved_max_ongoing_requests * self.resolved_num_replicas
         return math.ceil(total / self.num_ingress_replicas)

@@ -207,6 +207,7 @@ def _explain_app(
     own = [field for field in AppArgs.model_fields if field not in EngineArgs.model_fields]
     serving = {field: getattr(args, field) for field in own}
     serving["max_ongoing_requests"] = args.resolved_max_ongoing_requests
+    serving["num_replicas"] = args.resolved_num_replicas
     return AppExplanation(
         name=name,
         values=tuple(_values(args, given, config, lines, base)),

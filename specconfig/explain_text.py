@@ -112,8 +112,9 @@ def _layout(app: AppExplanation) -> list[tuple[str, ...]]:
         ("target", f"{parallel.tensor_parallel_size} rank(s)"
          + (", experts spread" if parallel.enable_expert_parallel else "")),
         ("drafter", _drafter(config)),
-        ("replicas", f"{app.serving['num_replicas']} engine x "
-         f"{parallel.data_parallel_size} data parallel, "
+        ("replicas", f"{app.serving['num_replicas']} engine"
+         + (f" in gangs of {parallel.data_parallel_size} (data parallel), "
+            if parallel.data_parallel_size > 1 else ", ") +
          f"{app.serving['max_ongoing_requests']} requests each"),
     ]  # fmt: skip
     return rows

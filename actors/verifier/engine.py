@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from actors.acceptance.base import AcceptanceMethod
 from actors.acceptance.exact import accept_exact
 from actors.errors import EngineDead, InvalidRequest, QueueFull
-from actors.protocols import GenerateRequest, LookupDrafter, RunOutput, StepClient
+from actors.protocols import GangLike, GenerateRequest, LookupDrafter, RunOutput, StepClient
 from actors.stats import EngineStats, Snapshot
 from actors.verifier.admission import admit
 from actors.verifier.limits import EngineLimits
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _Command = Callable[[], None]
 _IDLE_WAIT_S = 1.0
+# Lockstep: an idle rank listens to the other ranks, and looks for requests this often.
+_STAND_BY_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class VerifierEngine:
         accept: Acceptance method.
         step_timeout_s: A step that takes longer ends the replica.
         generation: Of the worker group.
+        gang: Data-parallel ranks to agree with on K, or None; closed by `stop`.
     """
 
     def __init__(
@@ -65,13 +68,15 @@ class VerifierEngine:
         accept: AcceptanceMethod = accept_exact,
         step_timeout_s: float = 60.0,
         generation: int = 0,
+        gang: GangLike | None = None,
     ) -> None:
         self.limits = limits
         self.stats = EngineStats()
         self._client = client
         self._tokenizer = tokenizer
+        self._gang = gang
         self._loop = StepLoop(
-            limits, client, drafter, self.stats, accept, step_timeout_s, generation
+            limits, client, drafter, self.stats, accept, step_timeout_s, generation, gang
         )
         self._wake = threading.Condition()
         # Guarded by `_wake`: what other threads ask of the loop, and the requests known.
@@ -258,14 +263,25 @@ class VerifierEngine:
         """Wait for a command. The state in between is checked: an idle replica holds nothing."""
         if __debug__ and not self._loop.scheduler.has_work:
             self._loop.scheduler.check_idle()
+        if self._gang is not None:
+            self._gang.idle()
         with self._wake:
             self._is_busy = False
             while not self._inbox and not self._is_stopping:
-                self._wake.wait(_IDLE_WAIT_S)
+                if self._gang is not None and self._gang.is_lockstep:
+                    self._wake.release()
+                    try:
+                        self._loop.stand_by(_STAND_BY_S)
+                    finally:
+                        self._wake.acquire()
+                else:
+                    self._wake.wait(_IDLE_WAIT_S)
             self._busy_since = time.monotonic()
             self._is_busy = True
 
     def _close(self, reason: str) -> None:
+        if self._gang is not None:
+            self._gang.close()
         with self._wake:
             if not self._is_stopping:
                 self._error = reason

@@ -18,6 +18,7 @@ from actors.errors import EngineDead
 from actors.messages import INVALID_SAMPLE, Int32Array, RowStats, token_array
 from actors.protocols import (
     FinishReason,
+    GangLike,
     LookupDrafter,
     RunOutput,
     SpeculationStats,
@@ -59,6 +60,7 @@ class StepLoop:
         accept: Acceptance method, a pure function.
         step_timeout_s: After this a step counts as lost.
         generation: Of the worker group; frames of older generations are void.
+        gang: Data-parallel ranks to agree with on K, or None.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class StepLoop:
         accept: AcceptanceMethod = accept_exact,
         step_timeout_s: float = 60.0,
         generation: int = 0,
+        gang: GangLike | None = None,
     ) -> None:
         self._limits = limits
         self._client = client
@@ -79,6 +82,7 @@ class StepLoop:
         self._accept = accept
         self._step_timeout_s = step_timeout_s
         self._generation = generation
+        self._gang = gang
         self._outbox: list[_Emission] = []
         self.draft_lost: str | None = None
         self.last_step_s = time.monotonic()
@@ -92,6 +96,8 @@ class StepLoop:
         Raises:
             EngineDead: the step was lost. Requests in flight are the caller's to `fail_all`.
         """
+        if self._gang is not None and self.scheduler.has_work:
+            self._agree(self._gang)
         step = self.scheduler.schedule(self._generation)
         if step is None:
             self.deliver()
@@ -127,6 +133,40 @@ class StepLoop:
         """A rebuilt draft model, with empty KV, answers from the next step on."""
         self.draft_lost = None
         self.scheduler.restore_draft()
+
+    # --- data parallelism -------------------------------------------------------------------
+
+    def _agree(self, gang: GangLike) -> None:
+        """Have K follow the largest batch of the next step among the ranks."""
+        started = time.monotonic()
+        turn = gang.next_turn(self.scheduler.next_batch())
+        while turn is not None and turn.is_dummy:
+            # Decided before this rank had work: the others count on its forwards.
+            self._run_dummy()
+            started = time.monotonic()
+            turn = gang.next_turn(self.scheduler.next_batch())
+        if turn is None:
+            if gang.is_lockstep:
+                raise EngineDead("a data-parallel rank is gone, and experts span the ranks")
+            if self.scheduler.group_batch is not None:
+                self.stats.num_dp_fallbacks += 1
+            self.scheduler.group_batch = None
+            return
+        self.stats.dp_wait_s.observe(time.monotonic() - started)
+        self.stats.num_dp_unanswered = gang.num_unanswered
+        self.scheduler.group_batch = turn.batch
+
+    def stand_by(self, timeout_s: float) -> None:
+        """Lockstep without work: run the dummy step that the other ranks need, if one comes."""
+        assert self._gang is not None
+        if self._gang.wait_idle(timeout_s) is not None:
+            self._run_dummy()
+
+    def _run_dummy(self) -> None:
+        plan = self.scheduler.dummy_plan(self._generation)
+        self._client.send(plan)
+        self._client.recv(self._step_timeout_s)
+        self.stats.num_dp_dummy_steps += 1
 
     # --- result of a step -------------------------------------------------------------------
 

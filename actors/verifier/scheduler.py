@@ -70,6 +70,9 @@ class Scheduler:
         self._admission_blocked = False
         self.speculation_enabled = True
         self.max_speculative_tokens: int | None = None
+        # Of the data-parallel ranks together: the largest batch of the next step; None when they
+        # do not agree and all use the static K.
+        self.group_batch: int | None = 0
         # False from the loss of a draft model until it is rebuilt.
         self.has_draft = limits.draft_has_own_kv
 
@@ -141,14 +144,21 @@ class Scheduler:
             k = min(k, self.max_speculative_tokens)
         return max(k, 0)
 
-    def num_drafts_for_batch(self) -> int:
-        """K for as many requests as the next step will probably run."""
-        if self._limits.num_speculative_tokens == 0:
-            return 0
+    def next_batch(self) -> int:
+        """As many requests as the next step will probably run."""
         num_reqs = len(self.running)
         if not self._admission_blocked:
             num_reqs += min(len(self.waiting), self._limits.max_num_seqs - num_reqs)
-        return self._limits.num_speculative_tokens_for_batch(max(num_reqs, 1))
+        return max(num_reqs, 1)
+
+    def num_drafts_for_batch(self) -> int:
+        """K of the next step: by its batch, or by a larger one of another data-parallel rank."""
+        if self._limits.num_speculative_tokens == 0:
+            return 0
+        if self.group_batch is None:
+            return self._limits.num_speculative_tokens
+        batch = max(self.next_batch(), self.group_batch)
+        return self._limits.num_speculative_tokens_for_batch(batch)
 
     # --- one step ---------------------------------------------------------------------------
 
@@ -181,6 +191,23 @@ class Scheduler:
             return None
         self._step += 1
         return ScheduledStep(self._plan(generation, scheduled, admissions), scheduled)
+
+    def dummy_plan(self, generation: int = 0) -> StepPlan:
+        """A step without requests that has the one target forward of every step.
+
+        For a rank without work whose experts serve the others. It runs on the padding block in a
+        free slot; the next admission to that slot replaces both.
+        """
+        slot = self._free_slots[-1]
+        zero = np.zeros(1, dtype=np.int32)
+        self._step += 1
+        return StepPlan(
+            generation,
+            self._step,
+            (SlotParams(slot=slot, prompt_len=1, seed=0),),
+            (BlockDelta(slot, 0, zero),),
+            (TargetEntry(slot, 0, zero, 0, 0, 1),),
+        )
 
     def _fit(
         self, request: Request, spare: int, budget: _Budget, num_for_batch: int

@@ -93,7 +93,7 @@ def replica() -> FakeReplica:
 
 @pytest.fixture
 def deployment(args: AppArgs, replica: FakeReplica) -> Iterator[Engine]:
-    made = Engine(args, start=lambda config, group: replica)
+    made = Engine(args, start=lambda config, group, seat: replica)
     yield made
     # Serve awaits `__del__`; garbage collection would leave a coroutine that nobody awaits.
     made.__class__ = type("Ended", (), {})  # type: ignore[assignment]
