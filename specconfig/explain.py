@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,9 @@ class AppExplanation(Frozen):
     serving: dict[str, Any] = Field(description="Settings outside the engine.")
     memory: KvPlan
     capabilities: dict[str, Any]
+    cannot_start: str | None = Field(
+        default=None, description="Why this installation refuses the file at start."
+    )
 
 
 class Explanation(Frozen):
@@ -215,6 +219,24 @@ def _explain_app(
         serving=serving,
         memory=kv_plan(config),
         capabilities=capability_row(config),
+        cannot_start=_missing_drafter(config),
+    )
+
+
+def _missing_drafter(config: EngineConfig) -> str | None:
+    """A method may be known here while its drafter is not installed, or not written yet."""
+    if config.speculative is None or config.drafter_implementation is None:
+        return None
+    module = config.drafter_implementation.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if found:
+        return None
+    return (
+        f"method {config.speculative.method!r} needs the drafter {module}, which this "
+        "installation does not contain; the server refuses to start with it"
     )
 
 

@@ -65,6 +65,8 @@ def _app(app: AppExplanation) -> list[str]:
     lines += ["KV cache", *_table(_memory(app))]
     if config.warnings:
         lines += ["", "Warnings", *(f"  - {warning}" for warning in config.warnings)]
+    if app.cannot_start:
+        lines += ["", "Cannot start here", f"  - {app.cannot_start}"]
     return lines
 
 
