@@ -7,6 +7,7 @@ of its own behind the target's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specconfig.engine import EngineConfig
@@ -46,6 +47,31 @@ class ReplicaPlacement:
             self,
             targets=tuple(replace(p, bundle=p.bundle + first_bundle) for p in self.targets),
             drafts=tuple(replace(p, bundle=p.bundle + first_bundle) for p in self.drafts),
+        )
+
+    def ordered(self, nodes: Sequence[str], home: str) -> ReplicaPlacement:
+        """The same with the ranks of one node side by side, the verifier's node first.
+
+        Bundles of a group may lie on nodes in any order, and neighbours talk most. A draft rank
+        moves with the target rank whose device it shares.
+
+        Args:
+            nodes: Node of each bundle of the group.
+            home: The verifier's node.
+        """
+        rank_of_node = {node: index for index, node in enumerate(dict.fromkeys((home, *nodes)))}
+
+        def by_node(bundles: Sequence[int]) -> dict[int, int]:
+            old = sorted(set(bundles))
+            new = sorted(old, key=lambda bundle: (rank_of_node[nodes[bundle]], bundle))
+            return dict(zip(old, new, strict=True))
+
+        moves = by_node([p.bundle for p in self.targets])
+        moves |= by_node([p.bundle for p in self.drafts if p.bundle not in moves])
+        return replace(
+            self,
+            targets=tuple(replace(p, bundle=moves[p.bundle]) for p in self.targets),
+            drafts=tuple(replace(p, bundle=moves[p.bundle]) for p in self.drafts),
         )
 
 

@@ -1,0 +1,151 @@
+"""The nodes of one replica, and what each worker connects to. With actors, knows Ray.
+
+A worker on the verifier's node connects to the verifier's Unix socket. On each other node a relay
+stands in for the verifier; the step protocol does not know the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from parallel.placement import ReplicaPlacement, RolePlacement
+from parallel.transport.relay import Relay
+from parallel.transport.socket import FrameListener, FrameSocket, Hello, SocketDir
+from parallel.transport.tcp import TcpFrameListener
+
+_CALL_TIMEOUT_S = 60.0
+
+
+class ReplicaNodes:
+    """Where the bundles of a replica are, and the sockets and relays between them.
+
+    Args:
+        group: Placement group of the replica, ready.
+        placement: Roles to bundles; `placement` holds it with its ranks ordered by node.
+        generation: Of the worker group.
+    """
+
+    def __init__(self, group: PlacementGroup, placement: ReplicaPlacement, generation: int) -> None:
+        self._group = group
+        self._generation = generation
+        self.home = str(ray.get_runtime_context().get_node_id())
+        self._bundle_nodes = _nodes_of_bundles(group)
+        self.placement = placement.ordered(self._bundle_nodes, self.home)
+        self._addresses = {n["NodeID"]: str(n["NodeManagerAddress"]) for n in ray.nodes()}
+        self._sockets = SocketDir()
+        self._listener = FrameListener(self._sockets.socket_path("verifier"), generation)
+        self._far_listener: TcpFrameListener | None = None
+        self._relays: dict[str, Any] = {}
+        self._home_relay: Relay | None = None
+
+    @property
+    def remote(self) -> tuple[str, ...]:
+        """Nodes other than the verifier's that have a worker."""
+        places = (*self.placement.targets, *self.placement.drafts)
+        return tuple(sorted({self._node(place) for place in places} - {self.home}))
+
+    def describe(self) -> list[str]:
+        """Node of each target rank, `verifier` where it is the verifier's own."""
+        nodes = [self._node(place) for place in self.placement.targets]
+        return ["verifier" if node == self.home else node for node in nodes]
+
+    # --- the step protocol --------------------------------------------------------------------
+
+    def open(self, role: str, places: Sequence[RolePlacement]) -> list[str]:
+        """Paths that the ranks of `role` connect to; `accept` is called `num_connections` times."""
+        paths: dict[str, str] = {self.home: self._listener.path}
+        nodes = [self._node(place) for place in places]
+        for node in dict.fromkeys(nodes):
+            if node != self.home:
+                if self._far_listener is None:
+                    self._far_listener = TcpFrameListener(
+                        self._addresses[self.home], self._generation
+                    )
+                call = self._relay(node).open.remote(
+                    role, nodes.count(node), self._far_listener.address, self._generation
+                )
+                paths[node] = ray.get(call, timeout=_CALL_TIMEOUT_S)
+        return [paths[node] for node in nodes]
+
+    def accept_all(
+        self, places: Sequence[RolePlacement], timeout_s: float
+    ) -> list[tuple[FrameSocket, Hello]]:
+        """One connection per worker on this node, one per other node.
+
+        Raises:
+            TransportError: not all came in time.
+        """
+        nodes = [self._node(place) for place in places]
+        accepted = [self._listener.accept(timeout_s) for node in nodes if node == self.home]
+        for _ in set(nodes) - {self.home}:
+            assert self._far_listener is not None
+            accepted.append(self._far_listener.accept(timeout_s))
+        return accepted
+
+    # --- drafts -------------------------------------------------------------------------------
+
+    def draft_paths(self) -> tuple[str, str]:
+        """(where target rank 0 listens for drafts, what draft rank 0 connects to)."""
+        target, draft = self._node(self.placement.targets[0]), self._node(self.placement.drafts[0])
+        if target == self.home:
+            listens_at = self._sockets.socket_path("drafts")
+        else:
+            listens_at = ray.get(
+                self._relay(target).socket_path.remote("drafts"), timeout=_CALL_TIMEOUT_S
+            )
+        if target == draft:
+            return listens_at, listens_at
+        address = self._call(target, "export", listens_at, self._generation)
+        return listens_at, self._call(draft, "reach", address, self._generation)
+
+    def _call(self, node: str, method: str, *args: Any) -> Any:
+        """Call a relay; on the verifier's node, where none is needed otherwise, one in here."""
+        if node == self.home:
+            if self._home_relay is None:
+                self._home_relay = Relay(self._addresses[self.home])
+            return getattr(self._home_relay, method)(*args)
+        return ray.get(getattr(self._relay(node), method).remote(*args), timeout=_CALL_TIMEOUT_S)
+
+    # --- relays -------------------------------------------------------------------------------
+
+    def _relay(self, node: str) -> Any:
+        if node not in self._relays:
+            places = (*self.placement.targets, *self.placement.drafts)
+            bundle = next(p.bundle for p in places if self._node(p) == node)
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self._group,
+                placement_group_bundle_index=bundle,
+                placement_group_capture_child_tasks=True,
+            )
+            self._relays[node] = (
+                ray.remote(Relay)
+                .options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0)
+                .remote(self._addresses[node])
+            )
+        return self._relays[node]
+
+    def _node(self, place: RolePlacement) -> str:
+        return self._bundle_nodes[place.bundle]
+
+    def close(self) -> None:
+        """Close the listeners and end the relays. Idempotent."""
+        self._listener.close()
+        if self._far_listener is not None:
+            self._far_listener.close()
+        for relay in self._relays.values():
+            ray.kill(relay)
+        self._relays = {}
+        if self._home_relay is not None:
+            self._home_relay.close()
+            self._home_relay = None
+        self._sockets.close()
+
+
+def _nodes_of_bundles(group: PlacementGroup) -> list[str]:
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [str(nodes[index]) for index in sorted(nodes)]

@@ -1,0 +1,175 @@
+"""Two data-parallel ranks under Serve: they agree on K; one is killed and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from deploy.local import read_serve_file, serving
+from tests.serve.conftest import free_port
+from tests.tiny import write_tiny_model
+
+pytestmark = pytest.mark.ray
+
+# Alone a request drafts 4 tokens a step, beside another one on its rank 1.
+TABLE = [[1, 1, 4], [2, 4, 1]]
+PROMPT = "abcabcabcabcabcabc"
+
+
+def serve_file(folder: Path, model: Path) -> Path:
+    args: dict[str, Any] = {
+        "model": str(model),
+        "served_model_name": "tiny",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 4,
+        "max_num_queued_requests": 16,
+        "num_threads": 1,
+        "compile_layers": "off",
+        "data_parallel_size": 2,
+        "dynamic_k_dp_policy": "agree",
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "num_speculative_tokens_per_batch_size": TABLE,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 3,
+        },
+    }
+    app = {"name": "paceline", "import_path": "deploy.app:build", "route_prefix": "/"}
+    path = folder / "serve.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "proxy_location": "HeadOnly",
+                "http_options": {"host": "127.0.0.1", "port": free_port()},
+                "applications": [{**app, "args": args}],
+            }
+        )
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("dp")
+    model = write_tiny_model(folder / "tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        file = read_serve_file(serve_file(folder, model))
+        with serving(file, None, lambda line: None):
+            wait_for_ranks()  # the app is healthy as soon as one rank serves
+            yield file.url
+
+
+def complete(url: str, n: int, max_tokens: int = 150) -> str:
+    body = {
+        "model": "tiny", "prompt": PROMPT + str(n % 4), "max_tokens": max_tokens,
+        "temperature": 0, "seed": n, "ignore_eos": True,
+    }  # fmt: skip
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=100)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert found["usage"]["completion_tokens"] == max_tokens
+    return str(found["choices"][0]["text"])
+
+
+def engines() -> set[int]:
+    """Processes of the engine replicas."""
+    children = psutil.Process().children(recursive=True)
+    found = set()
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            if "ServeReplica:paceline:Engine" in " ".join(child.cmdline()):
+                found.add(child.pid)
+    return found
+
+
+def reports() -> list[dict[str, Any]]:
+    from ray import serve
+
+    handle = serve.get_deployment_handle("Engine", "paceline")
+    return [answer.stats for answer in _results(handle.broadcast("report"))]
+
+
+def described() -> list[dict[str, Any]]:
+    from ray import serve
+
+    handle = serve.get_deployment_handle("Engine", "paceline")
+    return [answer["data_parallel"] for answer in _results(handle.broadcast("describe"))]
+
+
+def wait_for_ranks(timeout_s: float = 90.0) -> list[dict[str, Any]]:
+    """Facts of both ranks of one gang, once both are there."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            ranks = described()
+        except Exception:  # replicas come and go
+            ranks = []
+        if sorted(f["rank"] for f in ranks) == [0, 1]:
+            return ranks
+        assert time.monotonic() < deadline, ranks
+        time.sleep(0.5)
+
+
+def _results(response: Any) -> list[Any]:
+    return list(response.results(timeout_s=20))
+
+
+def test_server_info_says_how_k_is_decided(url: str) -> None:
+    facts = httpx.get(f"{url}/server_info", timeout=20).json()["data_parallel"]
+    assert facts["size"] == 2 and facts["dynamic_k_dp_policy"] == "agree"
+    assert facts["k"] == "follows the largest batch among the ranks"
+    ranks = described()
+    assert len({f["gang_id"] for f in ranks}) == 1
+
+
+def test_ranks_agree_without_late_answers_to_all(url: str) -> None:
+    with ThreadPoolExecutor(5) as pool:
+        texts = list(pool.map(lambda n: complete(url, n), range(10)))
+    for n, text in enumerate(texts):
+        assert text == texts[n % 4], "the same prompt, the same answer, on whichever rank"
+    stats = reports()
+    assert all(s["dp_wait_s"]["count"] > 0 for s in stats), "both ranks served and asked"
+    assert all(s["num_dp_fallbacks"] == 0 for s in stats)
+
+
+def test_a_rank_killed_in_the_middle_loses_no_request_and_nothing_hangs(url: str) -> None:
+    expected = [complete(url, n) for n in range(4)]
+    before = engines()
+    assert len(before) == 2
+    killed = threading.Event()
+
+    def kill() -> None:
+        time.sleep(0.5)
+        os.kill(min(before), signal.SIGKILL)
+        killed.set()
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(9) as pool:
+        killer = pool.submit(kill)
+        texts = list(pool.map(lambda n: complete(url, n), range(16)))
+        killer.result()
+    assert time.monotonic() - started < 90
+    assert [text == expected[n % 4] for n, text in enumerate(texts)] == [True] * 16
+    # The whole gang was replaced: both processes are new and sit in one new gang.
+    deadline = time.monotonic() + 60
+    while len(engines() - before) < 2 or engines() & before:
+        assert time.monotonic() < deadline, engines()
+        time.sleep(0.5)
+    ranks = wait_for_ranks()
+    assert all(f["k"] == "follows the largest batch among the ranks" for f in ranks)
+    assert complete(url, 0) == expected[0]
