@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from actors.step_client import InProcessStepClient
 from actors.target.runner import TargetRunner
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
+from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
 from specconfig.model import ModelConfig
 
@@ -38,6 +40,10 @@ class ModelHost(Protocol):
 
 class DraftModelHost(ModelHost, Protocol):
     """A drafter that runs in a draft process."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that this rank caches, in the layer that has most."""
 
     def run(self, plan: StepPlan) -> DraftTokens: ...
 
@@ -75,19 +81,16 @@ def build_lookup_drafter(config: EngineConfig) -> LookupDrafter | None:
     return drafter
 
 
-def build_draft_host(config: EngineConfig, device: torch.device) -> DraftModelHost:
-    """Load the drafter of a draft process."""
-    drafter: DraftModelHost = import_drafter(config)(config, device)
+def build_draft_host(
+    config: EngineConfig, device: torch.device, group: TPGroup | None = None
+) -> DraftModelHost:
+    """Load the drafter of a draft process, or this rank's shard of it."""
+    drafter: DraftModelHost = import_drafter(config)(config, device, group)
     return drafter
 
 
 def check_supported(config: EngineConfig) -> None:
     """Refuse, before anything is loaded, what this engine does not run."""
-    if config.parallel.tensor_parallel_size != 1:
-        raise LoadError(
-            f"tensor_parallel_size={config.parallel.tensor_parallel_size}: this version runs one "
-            "target rank; set tensor_parallel_size: 1"
-        )
     if config.parallel.data_parallel_size > 1 and config.parallel.enable_expert_parallel:
         raise LoadError(
             f"enable_expert_parallel with data_parallel_size={config.parallel.data_parallel_size}:"
@@ -102,13 +105,19 @@ def check_supported(config: EngineConfig) -> None:
         raise LoadError("drafters that run inside the target are not part of this version")
 
 
-def kv_layers(owner: str, model: ModelConfig, device: torch.device) -> KVLayers:
-    """KV geometry from the config alone, for sizing before weights are there."""
+def kv_layers(
+    owner: str, model: ModelConfig, device: torch.device, num_kv_heads: int | None = None
+) -> KVLayers:
+    """KV geometry of one rank; without `num_kv_heads` from the config alone, a single rank's."""
     from actors.model.loader import torch_dtype
 
     dtype = torch_dtype(model.dtype, device, model.checkpoint_dtype)
     return KVLayers(
-        owner, model.num_hidden_layers, model.num_key_value_heads, model.head_dim, dtype.itemsize
+        owner,
+        model.num_hidden_layers,
+        num_kv_heads or model.num_key_value_heads,
+        model.head_dim,
+        dtype.itemsize,
     )
 
 
@@ -127,16 +136,24 @@ def available_bytes() -> int:
     return available
 
 
-def size_kv(config: EngineConfig, device: torch.device, free_device_bytes: int | None) -> KVSizing:
+def size_kv(
+    config: EngineConfig,
+    device: torch.device,
+    free_device_bytes: int | None,
+    num_kv_heads: Mapping[str, int] | None = None,
+) -> KVSizing:
     """Number of KV blocks for target and draft together, with printable arithmetic.
+
+    `num_kv_heads`: what one rank of "target" and "draft" holds, where that is not all of them.
 
     Without an explicit budget a CPU takes what `max_num_seqs` requests of full length need, up to
     a share of the memory that is free; a CUDA device takes `gpu_memory_utilization` of what is
     free after loading.
     """
-    models = [kv_layers("target", config.model, device)]
+    heads = num_kv_heads or {}
+    models = [kv_layers("target", config.model, device, heads.get("target"))]
     if config.draft_has_own_kv and config.draft_model is not None:
-        models.append(kv_layers("draft", config.draft_model, device))
+        models.append(kv_layers("draft", config.draft_model, device, heads.get("draft")))
     block_size = config.cache.block_size
     budget = config.cache.kv_cache_memory_bytes
     if budget is None and free_device_bytes is not None:
@@ -182,6 +199,11 @@ def build_in_process(
 ) -> VerifierEngine:
     """A whole engine in this process: the same verifier and workers, called directly."""
     check_supported(config)
+    if config.parallel.tensor_parallel_size > 1:
+        raise LoadError(
+            f"tensor_parallel_size={config.parallel.tensor_parallel_size}: each rank is a process; "
+            "start a Replica (actors.launch), or set tensor_parallel_size: 1"
+        )
     device = resolve_device(config)
     if config.runtime.num_threads:
         torch.set_num_threads(config.runtime.num_threads)

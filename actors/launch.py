@@ -19,15 +19,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.assembly import build_lookup_drafter, check_supported, load_tokenizer, size_kv
 from actors.draft.actor import DraftActor
 from actors.errors import LoadError, WorkerLost
+from actors.kvcache.sizing import KVSizing
+from actors.nodes import ReplicaNodes
 from actors.protocols import GangLike
 from actors.step_client import SocketStepClient
 from actors.target.actor import TargetActor
 from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
+from parallel.groups import Rendezvous
 from parallel.placement import ReplicaPlacement, RolePlacement, place_replica
+from parallel.topology import TopologyError, check_unique_devices
 from parallel.transport.frames import TransportError
-from parallel.transport.socket import FrameListener, FrameSocket, SocketDir
+from parallel.transport.socket import FrameSocket
 from specconfig.engine import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -62,15 +66,15 @@ class Replica:
         self._group = group
         self._owns_group = owns_group
         placement: ReplicaPlacement = place_replica(config, use_gpus=_uses_gpus(config))
-        self._placement = placement.shifted(first_bundle)
-        self._sockets = SocketDir()
         self._generation = 1
-        self._listener = FrameListener(self._sockets.socket_path("verifier"), self._generation)
+        self._nodes = ReplicaNodes(group, placement.shifted(first_bundle), self._generation)
+        self._placement = self._nodes.placement
+        self._draft_paths: tuple[str, str] | None = None
         self._targets: list[Any] = []
         self._drafts: list[Any] = []
-        self._loops: list[Any] = []
         self._facts: list[dict[str, Any]] = []
         self._num_draft_rebuilds = 0
+        self._num_meetings = 0
         self._is_stopping = threading.Event()
         self.engine: VerifierEngine
 
@@ -120,12 +124,20 @@ class Replica:
             for rank, place in enumerate(self._placement.targets)
         ]
         self._drafts = self._create_drafts()
+        meeting = self._meet("target", self._targets)
+        draft_meeting = self._meet("draft", self._drafts)
+        draft_parallel = self.config.draft_parallel
+        fused_meeting = None
+        is_split = draft_parallel is not None and draft_parallel.tensor_parallel_size > 1
+        if meeting is not None and draft_in_target and is_split:
+            # A split draft's shards sit in the target's processes and meet where those do.
+            fused_meeting = meeting._replace(role="draft")
         self._facts = _call(
-            [t.load.remote(draft_in_target) for t in self._targets]
-            + [d.load.remote() for d in self._drafts]
+            [t.load.remote(draft_in_target, meeting, fused_meeting) for t in self._targets]
+            + [d.load.remote(draft_meeting) for d in self._drafts]
         )
         loaded = time.perf_counter()
-        sizing = size_kv(self.config, *self._sizing_device())
+        sizing = self._size_kv()
         self._num_blocks = sizing.num_blocks
         _call([a.allocate.remote(sizing.num_blocks) for a in self._targets + self._drafts])
         warm = _call([a.warm_up.remote() for a in self._targets + self._drafts])
@@ -134,10 +146,12 @@ class Replica:
                 "batch_invariant is asked for, but only float32 on a CPU with a C compiler gives "
                 "it: output may differ in the last bits with batch composition"
             )
-        connections = self._connect(with_drafts=bool(self._drafts))
-        self._client = SocketStepClient(
-            [connections["target"]], [connections["draft"]] if "draft" in connections else []
-        )
+        if self._drafts:
+            self._draft_paths = self._nodes.draft_paths()
+        draft_path = self._draft_paths[0] if self._draft_paths else None
+        targets = self._connect("target", self._targets, draft_path)
+        drafts = self._connect_drafts()
+        self._client = SocketStepClient(targets, drafts)
         self.engine = VerifierEngine(
             EngineLimits.from_config(self.config, sizing.num_blocks),
             self._client,
@@ -178,32 +192,59 @@ class Replica:
             for rank, place in enumerate(self._placement.drafts)
         ]
 
-    def _sizing_device(self) -> tuple[Any, int | None]:
+    def _meet(self, role: str, actors: list[Any]) -> Rendezvous | None:
+        """Where the ranks of a role meet; None for a single one.
+
+        Raises:
+            LoadError: two of them are on one device.
+        """
+        if len(actors) < 2:
+            return None
+        identities = _call([actor.identify.remote() for actor in actors])
+        try:
+            check_unique_devices(identities)
+        except TopologyError as error:
+            raise LoadError(str(error)) from error
+        (port,) = _call([actors[0].open_rendezvous.remote()])
+        is_one_node = len({identity.node_id for identity in identities}) == 1
+        host = "127.0.0.1" if is_one_node else identities[0].node_ip
+        self._num_meetings += 1
+        return Rendezvous(host, port, role, len(actors), self._num_meetings)
+
+    def _size_kv(self) -> KVSizing:
+        """KV blocks that fit every rank: the same ids are used on all of them."""
         import torch
 
-        fact = self._facts[0]
-        return torch.device(fact["device"]), fact["free_device_bytes"]
+        targets = [fact for fact in self._facts if fact["role"] == "target"]
+        free = [f["free_device_bytes"] for f in targets if f["free_device_bytes"] is not None]
+        heads: dict[str, int] = {}
+        for fact in self._facts:
+            for owner, count in fact["num_kv_heads"].items():
+                heads[owner] = max(count, heads.get(owner, 0))
+        device = torch.device(targets[0]["device"])
+        return size_kv(self.config, device, min(free, default=None), heads)
 
-    def _connect(self, *, with_drafts: bool) -> dict[str, FrameSocket]:
-        path = self._sockets.socket_path("verifier")
-        draft_path = self._sockets.socket_path("drafts") if with_drafts else None
-        self._loops = [t.loop.remote(path, draft_path, self._generation) for t in self._targets]
-        self._loops += [d.loop.remote(path, draft_path, self._generation) for d in self._drafts]
-        connections: dict[str, FrameSocket] = {}
-        for _ in self._loops:
-            connection, hello = self._accept()
-            connections[hello] = connection
-        return connections
-
-    def _accept(self) -> tuple[FrameSocket, str]:
+    def _connect(self, role: str, actors: list[Any], draft_path: str | None) -> list[FrameSocket]:
+        """Start the step loops of `role`; its connections, the one with rank 0 first."""
+        places = self._placement.targets if role == "target" else self._placement.drafts
+        paths = self._nodes.open(role, places)
+        loops = [
+            actor.loop.remote(path, draft_path, self._generation)
+            for actor, path in zip(actors, paths, strict=True)
+        ]
         try:
-            connection, hello = self._listener.accept(CONNECT_TIMEOUT_S)
+            accepted = self._nodes.accept_all(places, CONNECT_TIMEOUT_S)
         except TransportError as error:
-            done, _ = ray.wait(self._loops, timeout=0)
+            done, _ = ray.wait(loops, timeout=0)
             if done:
                 _call(done)  # raises what ended the actor's loop
-            raise WorkerLost(f"an actor did not connect: {error}") from error
-        return connection, hello.role
+            raise WorkerLost(f"a {role} actor did not connect: {error}") from error
+        return [connection for connection, _ in sorted(accepted, key=lambda item: item[1].rank)]
+
+    def _connect_drafts(self) -> list[FrameSocket]:
+        if self._draft_paths is None:
+            return []
+        return self._connect("draft", self._drafts, self._draft_paths[1])
 
     # --- the draft group ----------------------------------------------------------------------
 
@@ -227,15 +268,13 @@ class Replica:
         for draft in self._drafts:
             ray.kill(draft)
         self._drafts = self._create_drafts()
-        facts = _call([d.load.remote() for d in self._drafts])
+        meeting = self._meet("draft", self._drafts)
+        facts = _call([d.load.remote(meeting) for d in self._drafts])
         self._facts = [f for f in self._facts if f["role"] != "draft"] + facts
         _call([d.allocate.remote(self._num_blocks) for d in self._drafts])
         _call([d.warm_up.remote() for d in self._drafts])
-        path = self._sockets.socket_path("verifier")
-        draft_path = self._sockets.socket_path("drafts")
-        self._loops = [d.loop.remote(path, draft_path, self._generation) for d in self._drafts]
-        connection, _ = self._accept()
-        self.engine.restore_draft(lambda: self._client.replace_drafts([connection]))
+        drafts = self._connect_drafts()
+        self.engine.restore_draft(lambda: self._client.replace_drafts(drafts))
 
     # --- state and end ------------------------------------------------------------------------
 
@@ -245,6 +284,7 @@ class Replica:
             "actors": self._facts,
             "num_kv_blocks": self._num_blocks,
             "bundles": list(self._placement.bundles),
+            "target_nodes": self._nodes.describe(),
             "draft_placement": self.config.draft_placement,
             "num_draft_rebuilds": self._num_draft_rebuilds,
         }
@@ -264,18 +304,28 @@ class Replica:
             self.engine.stop()
         if self._gang is not None:
             self._gang.close()
-        self._listener.close()
         for actor in self._targets + self._drafts:
             ray.kill(actor)
-        self._sockets.close()
+        self._nodes.close()
         if self._owns_group:
             remove_placement_group(self._group)
 
 
 def _call(refs: list[Any]) -> list[Any]:
-    """Results of actor calls; the first failure is raised as what it was in the actor."""
+    """Results of actor calls; the first failure is raised as what it was in the actor.
+
+    First in time: ranks that wait for the failed one would only say that it did not come.
+    """
+    deadline = time.monotonic() + LOAD_TIMEOUT_S
+    pending = list(refs)
     try:
-        return list(ray.get(refs, timeout=LOAD_TIMEOUT_S))
+        while pending:
+            left = max(deadline - time.monotonic(), 0.0)
+            done, pending = ray.wait(pending, timeout=left)
+            if not done:
+                raise LoadError(f"{len(pending)} actors did not answer in {LOAD_TIMEOUT_S:g} s")
+            ray.get(done)
+        return list(ray.get(refs))
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
         raise LoadError(str(cause)) from error

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from actors.messages import INVALID_SAMPLE, Float32Array, Int32Array, SlotParams
 from actors.noise import gumbel, row_key
+from parallel.vocab import mass_needed, masses
 
 # Below this a temperature means greedy, in target and draft alike.
 GREEDY_TEMPERATURE = 1e-5
@@ -96,7 +97,7 @@ def processed_logits(logits: Tensor, params: SlotParams) -> tuple[Tensor, Tensor
     """Logits [V] after temperature and filters, as (scores [C], ids [C]) of the tokens kept.
 
     Softmax of the scores is the distribution that the request samples from. At least the most
-    likely token survives. Ties at the top_k boundary are all kept.
+    likely token survives. Ties at the top_k and top_p boundaries are all kept.
     """
     scores = logits / params.temperature
     ids = torch.arange(scores.shape[0], device=scores.device)
@@ -116,15 +117,20 @@ def processed_logits(logits: Tensor, params: SlotParams) -> tuple[Tensor, Tensor
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Indices (ascending) of the smallest set of likeliest tokens whose mass reaches top_p."""
-    probs = scores.to(torch.float64).softmax(-1)
+    """Which of the scores are among the likeliest tokens whose mass reaches top_p, as a mask.
+
+    Masses are integers, as where the vocabulary is split over ranks, so that both agree. Ties at
+    the boundary are all kept.
+    """
+    mass = masses(scores, scores.max()[None])
+    needed = mass_needed(mass.sum(), torch.tensor(top_p, dtype=torch.float64, device=mass.device))
     size = scores.shape[0]
     # The nucleus is nearly always small: a short top-k first, a longer one only if needed.
     for k in (256, 4096, size):
-        head = probs.topk(min(k, size))
-        # Keep a token while the mass before it is below top_p.
-        before = head.values.cumsum(-1) - head.values
-        num_kept = max(int((before < top_p).sum()), 1)
+        head = scores.topk(min(k, size))
+        # Keep a token while the mass before it does not reach.
+        reached = mass[head.indices].cumsum(-1)
+        num_kept = int((reached < needed).sum()) + 1
         if num_kept < k or k >= size:
-            return head.indices[:num_kept].sort().values
+            return scores >= head.values[min(num_kept, len(head.values)) - 1]
     raise AssertionError("unreachable: the last head is the whole vocabulary")

@@ -6,10 +6,14 @@ import logging
 import os
 from typing import Any
 
+import ray
 import torch
 
 from actors.assembly import build_draft_host, resolve_device
+from actors.rank import rank_identity
 from actors.step_client import draft_handler, serve_steps
+from parallel.groups import GroupHost, Rendezvous, SingleRank, TPGroup, join_group
+from parallel.topology import RankIdentity
 from parallel.transport.socket import FrameSocket
 from specconfig.engine import EngineConfig
 
@@ -17,17 +21,32 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 class DraftActor:
-    """One draft rank. Same order of calls as a target rank: load, allocate, warm_up, loop."""
+    """One draft rank. Same order of calls as a target rank, see there."""
 
     def __init__(self, config_json: str, rank: int) -> None:
         logging.basicConfig(level=logging.INFO)
         self._config = EngineConfig.from_json(config_json)
         self._rank = rank
+        self._host: GroupHost | None = None
+        self._group: TPGroup = SingleRank()
 
-    def load(self) -> dict[str, Any]:
-        """Load the draft's weights; facts as of a target rank."""
+    def identify(self) -> RankIdentity:
+        """Node and device of this rank."""
+        context = ray.get_runtime_context()
         device = resolve_device(self._config)
-        self._draft = build_draft_host(self._config, device)
+        address = ray.util.get_node_ip_address()
+        return rank_identity("draft", self._rank, device, context.get_node_id(), address)
+
+    def open_rendezvous(self) -> int:
+        """Rank 0: the port at which the ranks meet."""
+        self._host = GroupHost()
+        return self._host.port
+
+    def load(self, meeting: Rendezvous | None = None) -> dict[str, Any]:
+        """Meet the other ranks and load the draft's weights; facts as of a target rank."""
+        device = resolve_device(self._config)
+        self._group = join_group(meeting, self._rank, device, host=self._host)
+        self._draft = build_draft_host(self._config, device, self._group)
         return {
             "role": "draft",
             "rank": self._rank,
@@ -35,6 +54,7 @@ class DraftActor:
             "device": str(device),
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "threads": torch.get_num_threads(),
+            "num_kv_heads": {"draft": self._draft.num_kv_heads},
         }
 
     def allocate(self, num_blocks: int) -> None:
@@ -46,16 +66,21 @@ class DraftActor:
         self._draft.warm_up()
 
     def loop(self, path: str, target_path: str, generation: int) -> None:
-        """Serve steps; drafts go straight to the target listening at `target_path`."""
+        """Serve steps; rank 0 sends the drafts to target rank 0, listening at `target_path`."""
         pid = os.getpid()
-        target = FrameSocket.connect(
-            target_path, "draft", self._rank, generation, pid, CONNECT_TIMEOUT_S
-        )
+        targets = []
+        if self._rank == 0:
+            targets.append(
+                FrameSocket.connect(target_path, "draft", 0, generation, pid, CONNECT_TIMEOUT_S)
+            )
         connection = FrameSocket.connect(
             path, "draft", self._rank, generation, pid, CONNECT_TIMEOUT_S
         )
         try:
-            serve_steps(connection, draft_handler(self._draft, [target]))
+            serve_steps(connection, draft_handler(self._draft, targets))
         finally:
             connection.close()
-            target.close()
+            for target in targets:
+                target.close()
+            # Ranks that wait for this one in a collective learn it here.
+            self._group.close()

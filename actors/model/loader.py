@@ -8,6 +8,7 @@ served is refused here, before any memory for KV is taken, with the reason.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import nn
 from actors.errors import LoadError
 from actors.model import attention
 from actors.model.attention import KVGeometry
+from actors.model.sharded import load_shard
+from parallel.groups import RankGroup, SingleRank, TPGroup
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +52,13 @@ def load_causal_lm(
     device: torch.device,
     revision: str | None = None,
     hf_overrides: dict[str, Any] | None = None,
+    group: TPGroup | None = None,
+    expert_parallel: bool = False,
 ) -> LoadedModel:
     """Load `location` (directory, `*.gguf` file or hub id) in eval mode on `device`.
+
+    With a `group` of several ranks only this rank's shard is read; `kv` then describes the
+    rank's own heads, and the model's logits are those of the rank's part of the vocabulary.
 
     Raises:
         LoadError: with what is wrong and what to do, for everything that cannot be served.
@@ -81,21 +89,42 @@ def load_causal_lm(
     for key, value in (hf_overrides or {}).items():
         if key != "callable":
             setattr(config, key, value)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
+    group = group or SingleRank()
+    model: Any
+    if group.size > 1:
+        if gguf:
+            raise LoadError(
+                f"{location}: a GGUF file is read whole; for tensor_parallel_size={group.size} "
+                "use the model's safetensors"
+            )
+        model = load_shard(
             source,
-            config=None if gguf else config,
+            config,
             dtype=dtype,
-            attn_implementation=attention.ATTENTION_NAME,
-            use_safetensors=None if gguf else True,
-            trust_remote_code=False,
-            **common,
+            device=device,
+            group=group,
+            expert_parallel=expert_parallel,
+            revision=revision,
         )
-    except Exception as error:
-        raise LoadError(f"cannot load {location!r}: {_first_line(error)}") from error
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=None if gguf else config,
+                dtype=dtype,
+                attn_implementation=attention.ATTENTION_NAME,
+                use_safetensors=None if gguf else True,
+                trust_remote_code=False,
+                **common,
+            )
+        except Exception as error:
+            raise LoadError(f"cannot load {location!r}: {_first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
     layers = _decoder_layers(model, location)
-    return LoadedModel(model, layers, _discover_kv(model, layers, location))
+    # Shapes only: other ranks may still be loading.
+    with group.muted() if isinstance(group, RankGroup) else nullcontext():
+        kv = _discover_kv(model, layers, location)
+    return LoadedModel(model, layers, kv)
 
 
 def _source(location: str, path: Path) -> tuple[str, str | None]:

@@ -17,6 +17,8 @@ from actors.model.inputs import EntryRows, FlatBatch, SlotTables
 from actors.model.linear import pack_linears
 from actors.model.loader import LoadedModel, load_causal_lm, torch_dtype
 from actors.model.rotary import RotaryTable
+from parallel.groups import SingleRank, TPGroup
+from parallel.topology import split_range
 
 if TYPE_CHECKING:
     from specconfig.model import ModelConfig
@@ -38,9 +40,12 @@ class PagedCausalLM:
         max_positions: int,
         compile_layers: Literal["auto", "on", "off"] = "auto",
         batch_invariant: bool = True,
+        group: TPGroup | None = None,
+        expert_parallel: bool = False,
     ) -> None:
         started = time.perf_counter()
         self.device = device
+        self.group: TPGroup = group or SingleRank()
         self.dtype = torch_dtype(config.dtype, device, config.checkpoint_dtype)
         loaded = load_causal_lm(
             config.model,
@@ -48,10 +53,13 @@ class PagedCausalLM:
             device=device,
             revision=config.revision,
             hf_overrides=config.hf_overrides,
+            group=self.group,
+            expert_parallel=expert_parallel,
         )
         self._loaded: LoadedModel = loaded
         self._model = loaded.model
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
+        self._vocab_size = config.vocab_size
         self._batch_invariant = batch_invariant
         self.compiled = self._decide_compile(compile_layers)
         self._install_rotary(max_positions)
@@ -70,6 +78,11 @@ class PagedCausalLM:
             setting == "auto" and self.num_parameters < _COMPILE_MIN_PARAMETERS
         ):
             return False
+        if self.group.size > 1:
+            if setting == "on":
+                raise LoadError("compile_layers: on is for one rank; use auto or off")
+            logger.info("layers run eagerly: they wait for other ranks inside")
+            return False
         if self.device.type != "cpu":
             if setting == "on":
                 raise LoadError("compile_layers: on is for CPU; on CUDA use auto or off")
@@ -87,6 +100,16 @@ class PagedCausalLM:
         for name, module in list(decoder.named_children()):
             if "rotary" in name:
                 setattr(decoder, name, RotaryTable(module, max_positions))
+
+    @property
+    def vocab(self) -> tuple[int, int]:
+        """[begin, end) of the ids whose logits `forward` returns: all of them on a single rank."""
+        return split_range(self._vocab_size, self.group.rank, self.group.size)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that this rank caches, in the layer that has most."""
+        return max(geometry.num_kv_heads for geometry in self._loaded.kv)
 
     def bytes_per_block(self, block_size: int) -> int:
         """KV bytes of one block over all layers."""
@@ -119,6 +142,8 @@ class PagedCausalLM:
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> Tensor:
         """Logits [N, V] float32 of the batch's logits rows; writes the KV of all rows.
+
+        V is this rank's part of the vocabulary (`vocab`).
 
         With no logits rows the KV is still written and an empty tensor returned.
         """

@@ -6,12 +6,17 @@ import logging
 import os
 from typing import Any
 
+import ray
 import torch
 
 from actors.assembly import FusedTarget, build_draft_host, resolve_device
 from actors.protocols import TargetRunnerLike
+from actors.rank import rank_identity
 from actors.step_client import DraftSource, ReconnectingDrafts, serve_steps, target_handler
+from actors.target.drafts import FusedRank, HostedDrafts, SharedDrafts
 from actors.target.runner import TargetRunner
+from parallel.groups import GroupHost, Rendezvous, SingleRank, TPGroup, join_group
+from parallel.topology import RankIdentity
 from parallel.transport.socket import FrameListener, FrameSocket
 from specconfig.engine import EngineConfig
 
@@ -21,22 +26,50 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 class TargetActor:
-    """One target rank. Created by `actors.launch`; methods are called in this order: load,
-    allocate, warm_up, loop. `loop` returns when the verifier stops or is gone."""
+    """One target rank. Created by `actors.launch`; methods are called in this order: identify and
+    open_rendezvous (with several ranks), load, allocate, warm_up, loop. `loop` returns when the
+    verifier stops or is gone."""
 
     def __init__(self, config_json: str, rank: int) -> None:
         logging.basicConfig(level=logging.INFO)
         self._config = EngineConfig.from_json(config_json)
         self._rank = rank
+        self._host: GroupHost | None = None
+        self._group: TPGroup = SingleRank()
+        self._draft_group: TPGroup = SingleRank()
 
-    def load(self, with_draft: bool) -> dict[str, Any]:
-        """Load the weights (`with_draft`: the draft model's too, in this process).
+    def identify(self) -> RankIdentity:
+        """Node and device of this rank."""
+        context = ray.get_runtime_context()
+        device = resolve_device(self._config)
+        address = ray.util.get_node_ip_address()
+        return rank_identity("target", self._rank, device, context.get_node_id(), address)
+
+    def open_rendezvous(self) -> int:
+        """Rank 0: the port at which the ranks meet."""
+        self._host = GroupHost()
+        return self._host.port
+
+    def load(
+        self,
+        with_draft: bool,
+        meeting: Rendezvous | None = None,
+        draft_meeting: Rendezvous | None = None,
+    ) -> dict[str, Any]:
+        """Meet the other ranks and load the weights (`with_draft`: the draft model's too, in this
+        process; all of it on rank 0, or its shards where there is a `draft_meeting`).
 
         Returns facts for sizing and `describe`: pid, device, threads, free device bytes.
         """
         device = resolve_device(self._config)
-        self._target = TargetRunner(self._config, device)
-        self._draft = build_draft_host(self._config, device) if with_draft else None
+        self._device = device
+        self._group = join_group(meeting, self._rank, device, host=self._host)
+        self._target = TargetRunner(self._config, device, self._group)
+        self._hosts_draft = with_draft
+        self._draft = None
+        if with_draft and (draft_meeting is not None or self._rank == 0):
+            self._draft_group = join_group(draft_meeting, self._rank, device, host=self._host)
+            self._draft = build_draft_host(self._config, device, self._draft_group)
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         return {
             "role": "target",
@@ -47,6 +80,10 @@ class TargetActor:
             "threads": torch.get_num_threads(),
             "parameters": self._target.model.num_parameters,
             "layers_compiled": self._target.model.compiled,
+            "num_kv_heads": {
+                "target": self._target.model.num_kv_heads,
+                **({"draft": self._draft.num_kv_heads} if self._draft else {}),
+            },
             "free_device_bytes": free,
         }
 
@@ -64,18 +101,39 @@ class TargetActor:
         return self._target.model.is_batch_invariant
 
     def loop(self, path: str, draft_path: str | None, generation: int) -> None:
-        """Serve steps from the verifier at `path`; drafts arrive at `draft_path`, if given."""
-        target: TargetRunnerLike = self._target
-        if self._draft is not None:
-            target = FusedTarget(self._target, self._draft)
-        listener = FrameListener(draft_path, generation) if draft_path else None
-        source: DraftSource | None = ReconnectingDrafts(listener) if listener else None
+        """Serve steps from the verifier at `path`; drafts arrive at rank 0's `draft_path`, if
+        given."""
+        listener = None
+        if draft_path is not None and self._rank == 0:
+            listener = FrameListener(draft_path, generation)
+        target, source = self._wire(listener, has_draft_process=draft_path is not None)
         connection = FrameSocket.connect(
             path, "target", self._rank, generation, os.getpid(), CONNECT_TIMEOUT_S
         )
         try:
-            serve_steps(connection, target_handler(target, source))
+            serve_steps(connection, target_handler(target, source, answers=self._rank == 0))
         finally:
             connection.close()
+            # Ranks that wait for this one in a collective learn it here.
+            self._group.close()
+            self._draft_group.close()
             if listener is not None:
                 listener.close()
+
+    def _wire(
+        self, listener: FrameListener | None, *, has_draft_process: bool
+    ) -> tuple[TargetRunnerLike, DraftSource | None]:
+        """The rank as the step sees it, and where its drafts come from."""
+        source: DraftSource | None = ReconnectingDrafts(listener) if listener else None
+        if self._group.size == 1:
+            if self._draft is not None:
+                return FusedTarget(self._target, self._draft), None
+            return self._target, source
+        if has_draft_process:
+            return self._target, SharedDrafts(source, self._group, self._device)
+        if not self._hosts_draft:
+            return self._target, None
+        hosted = HostedDrafts(self._draft, self._draft_group, self._group, self._device)
+        is_split = self._draft_group.size > 1
+        shared = hosted if is_split else SharedDrafts(hosted, self._group, self._device)
+        return FusedRank(self._target, hosted, shared), None

@@ -7,17 +7,23 @@ import time
 import numpy as np
 import torch
 
+from actors.acceptance.shard import VerifierShard
 from actors.messages import DraftTokens, Int32Array, RowStats, StepPlan, token_array
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
-from actors.sampling import sample_rows
+from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
 
 
 class TargetRunner:
-    """One target rank without Ray: load, `allocate`, `warm_up`, then `run` a plan a step."""
+    """One target rank without Ray: load, `allocate`, `warm_up`, then `run` a plan a step.
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    With a `group` of several ranks each does so at the same time, with the same plans.
+    """
+
+    def __init__(
+        self, config: EngineConfig, device: torch.device, group: TPGroup | None = None
+    ) -> None:
         self.config = config
         self.device = device
         self.model = PagedCausalLM(
@@ -26,6 +32,11 @@ class TargetRunner:
             max_positions=config.max_model_len + config.num_lookahead_tokens + 1,
             compile_layers=config.runtime.compile_layers,
             batch_invariant=config.runtime.batch_invariant,
+            group=group,
+            expert_parallel=config.parallel.enable_expert_parallel,
+        )
+        self._verifier_shard = VerifierShard(
+            self.model.group, self.model.vocab, config.model.vocab_size
         )
         self._tables = self._new_tables()
 
@@ -66,7 +77,7 @@ class TargetRunner:
             entries.append(EntryRows(entry.slot, entry.start, ids, int(num_rows[i])))
         batch = self._tables.flatten(entries, self.device)
         logits = self.model.forward(batch)
-        samples = sample_rows(logits, batch.rows)
+        samples = self._verifier_shard.sample(logits, batch.rows)
         return RowStats(
             step=plan.step,
             sampled=samples.sampled,

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import torch
 
+from actors.acceptance.shard import VerifierShard
 from actors.errors import LoadError
 from actors.messages import DraftEntry, DraftTokens, StepPlan, token_array
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
-from actors.sampling import sample_rows
+from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
 
 
 class DraftModelDrafter:
     """One draft rank without Ray; lives as a target runner does: load, allocate, warm up, run."""
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: EngineConfig, device: torch.device, group: TPGroup | None = None
+    ) -> None:
         if config.draft_model is None:
             raise LoadError("speculative_config has no draft model")
         self.config = config
@@ -40,8 +43,18 @@ class DraftModelDrafter:
             max_positions=config.max_model_len + config.num_lookahead_tokens + 1,
             compile_layers=config.runtime.compile_layers,
             batch_invariant=config.runtime.batch_invariant,
+            group=group,
+            expert_parallel=bool(
+                config.draft_parallel and config.draft_parallel.enable_expert_parallel
+            ),
         )
+        self._shard = VerifierShard(self.model.group, self.model.vocab, self._vocab_size)
         self._tables = self._new_tables()
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that this rank caches, in the layer that has most."""
+        return self.model.num_kv_heads
 
     def _new_tables(self) -> SlotTables:
         return SlotTables(
@@ -100,5 +113,9 @@ class DraftModelDrafter:
         if not entries:
             return []
         batch = self._tables.flatten(entries, self.device)
-        logits = self.model.forward(batch)[:, : self._vocab_size]
-        return [int(token) for token in sample_rows(logits, batch.rows).sampled]
+        sampled = self._shard.sample(self.model.forward(batch), batch.rows).sampled
+        if self.model.group.size > 1:
+            # What is fed next must be one thing everywhere, so it comes from one rank.
+            sent = torch.from_numpy(sampled).to(self.device)
+            sampled = self.model.group.broadcast(sent).cpu().numpy()
+        return [int(token) for token in sampled]

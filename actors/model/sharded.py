@@ -1,0 +1,120 @@
+"""Load one rank's shard of a model: plan on empty weights, read only what it keeps, connect."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from actors.errors import LoadError
+from actors.model import attention
+from parallel.checkpoint import ShardReader
+from parallel.groups import TPGroup
+from parallel.shard import ShardPlan, connect_shard, empty_parameters, plan_shard
+from parallel.topology import TopologyError
+
+logger = logging.getLogger(__name__)
+
+
+def load_shard(
+    location: str,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: TPGroup,
+    expert_parallel: bool,
+    revision: str | None = None,
+) -> nn.Module:
+    """This rank's shard of `location` (directory or hub id) with the transformers `config`.
+
+    Raises:
+        LoadError: the model does not split over the group's ranks, or its files do not fit it.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    try:
+        with empty_parameters(), no_init_weights():
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention.ATTENTION_NAME
+            )
+        plan = plan_shard(model, group.rank, group.size, expert_parallel=expert_parallel)
+        for note in plan.notes:
+            logger.warning("%s: %s", location, note)
+        reader = ShardReader(_folder(location, revision), model, dtype, device)
+        try:
+            fill(model, plan, reader)
+        finally:
+            reader.close()
+        connect_shard(model, plan, group)
+    except TopologyError as error:
+        raise LoadError(f"{location}: {error}") from error
+    logger.info(
+        "rank %d of %d read %.1f MB of %s",
+        group.rank, group.size, reader.num_bytes_read / 1e6, location,
+    )  # fmt: skip
+    return model  # type: ignore[no-any-return]
+
+
+def fill(model: Any, plan: ShardPlan, reader: ShardReader) -> None:
+    """Give every parameter and stored buffer of `model` this rank's part of its weights.
+
+    Raises:
+        TopologyError: the checkpoint lacks a weight, or has another shape.
+    """
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    shared = {name for name in tied if name not in reader or tied[name] in reader}
+    missing = []
+    for name, tensor in list(model.state_dict(keep_vars=True).items()):
+        if name in shared:
+            continue
+        if name not in reader:
+            missing.append(name)
+            continue
+        owner, leaf = _owner(model, name)
+        loaded = reader.read(name, plan.cuts.get(name))
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[leaf] = nn.Parameter(loaded, requires_grad=False)
+        else:
+            owner._buffers[leaf] = loaded
+    if missing:
+        raise TopologyError(f"the checkpoint has no {', '.join(missing[:3])}")
+    for name in shared:
+        _share(model, name, tied[name], plan)
+
+
+def _share(model: Any, name: str, source: str, plan: ShardPlan) -> None:
+    """Tied weights: the same tensor, or this rank's rows of it where only one of them is cut."""
+    source_owner, source_leaf = _owner(model, source)
+    owner, leaf = _owner(model, name)
+    weight = source_owner._parameters[source_leaf]
+    cut = plan.cuts.get(name)
+    if cut is not None and plan.cuts.get(source) is None:
+        begin, end = cut.ranges[0]
+        weight = nn.Parameter(weight.narrow(cut.dim, begin, end - begin), requires_grad=False)
+    owner._parameters[leaf] = weight
+
+
+def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
+    parent, _, leaf = name.rpartition(".")
+    return model.get_submodule(parent), leaf
+
+
+def _folder(location: str, revision: str | None) -> Path:
+    path = Path(location).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                location, revision=revision, allow_patterns=["*.json", "*.safetensors"]
+            )
+        )
+    except Exception as error:
+        raise LoadError(f"cannot download {location!r}: {error}") from error

@@ -1,0 +1,265 @@
+"""Communicators of one role's ranks: NCCL between GPUs, gloo between CPUs, nothing for one rank.
+
+Target ranks form one group, draft ranks another when the draft is split. A group is never global
+state: a process that hosts a shard of both models holds two. Rendezvous is a store that rank 0
+opens on a port of the system's choice; its address travels through the launcher.
+
+On CPU a sum is taken in rank order over gathered parts, so that an element's bits depend neither
+on the shape of the tensor nor on which rank computes it. Ring sums, gloo's included, start at a
+different rank for each chunk, and a row's bits would depend on how many rows share the call.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+# Longer than a step may take (60 s) and than rank 0 waits for a draft process; a rank that is
+# gone is seen at once, as the end of its connections.
+GROUP_TIMEOUT_S = 120.0
+
+
+class GroupError(RuntimeError):
+    """Ranks could not meet, or a collective failed: a rank is gone or hung."""
+
+
+class Rendezvous(NamedTuple):
+    """How the ranks of one group find each other. `generation` grows with each rebuild."""
+
+    host: str
+    port: int
+    role: str
+    size: int
+    generation: int
+
+
+class TPGroup(Protocol):
+    """What sharded layers and the sampler need. Every rank makes the same calls in one order.
+
+    `bytes_sent` counts what this rank hands to others, by operation: the payload once for each
+    rank that it goes to.
+    """
+
+    rank: int
+    size: int
+    bytes_sent: Counter[str]
+    num_calls: Counter[str]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, equal bits on every rank. `x` may be overwritten."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape], in rank order. Shapes must agree."""
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's `x` on every rank; overwrites `x` elsewhere."""
+
+    def close(self) -> None:
+        """Leave the group; others see it. Idempotent."""
+
+
+class SingleRank:
+    """The group of one: no communication."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.size = 1
+        self.bytes_sent: Counter[str] = Counter()
+        self.num_calls: Counter[str] = Counter()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+    def close(self) -> None:
+        pass
+
+
+class RankGroup:
+    """A group of several ranks over gloo or NCCL.
+
+    Args:
+        rendezvous: Where the ranks meet; equal on every rank.
+        rank: This rank.
+        device: Of the tensors that will be passed. Decides the backend.
+        timeout_s: For the meeting and for each collective.
+        store: The store itself on the rank that opened it.
+
+    Raises:
+        GroupError: the ranks did not meet in time.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        device: torch.device,
+        *,
+        timeout_s: float = GROUP_TIMEOUT_S,
+        store: Any = None,
+    ) -> None:
+        self.rank = rank
+        self.size = rendezvous.size
+        self.bytes_sent: Counter[str] = Counter()
+        self.num_calls: Counter[str] = Counter()
+        self._device = device
+        self._group: Any = None
+        self._name = f"{rendezvous.role} group {rendezvous.generation}, rank {rank}"
+        self._muted = False
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            if store is None:
+                store = TCPStore(rendezvous.host, rendezvous.port, None, False, timeout=timeout)
+            prefix = PrefixStore(f"{rendezvous.role}/{rendezvous.generation}", store)
+            prefix.set_timeout(timeout)
+            self._group = _backend(prefix, rank, rendezvous, device, timeout)
+            # The first collective builds the connections: a missing rank shows here, not in a step.
+            self.all_gather(torch.zeros(1, device=device))
+        except (RuntimeError, dist.DistError) as error:
+            raise GroupError(
+                f"{self._name}: not all of {rendezvous.size} ranks met at {rendezvous.host}:"
+                f"{rendezvous.port} in {timeout_s:g} s: {error}"
+            ) from error
+        self._store = store
+        self.bytes_sent.clear()
+        self.num_calls.clear()
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self._device.type == "cuda" else "gloo"
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Inside, collectives return right shapes and meaningless values, without a peer.
+
+        For a forward that only finds out shapes, at a time when other ranks may still load.
+        """
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._muted:
+            return x
+        if self._device.type == "cuda":
+            self._count("all_reduce", x, 2)
+            self._wait("all_reduce", lambda group: group.allreduce([x]))
+            return x
+        parts = self._gather("all_reduce", x)
+        wide = x.dtype in (torch.float16, torch.bfloat16)
+        total = parts[0].float() if wide else parts[0]
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        if self._muted:
+            return x[None].expand(self.size, *x.shape)
+        return self._gather("all_gather", x)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        if self._muted:
+            return x
+        x = x.contiguous()
+        if self.rank == 0:
+            self._count("broadcast", x, self.size - 1)
+        self._wait("broadcast", lambda group: group.broadcast([x]))
+        return x
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+        self._store = None
+
+    def _gather(self, operation: str, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(self.size, *x.shape)
+        self._count(operation, x, self.size - 1)
+        self._wait(operation, lambda group: group.allgather([list(out.unbind(0))], [x]))
+        return out
+
+    def _count(self, operation: str, x: Tensor, times: int) -> None:
+        self.num_calls[operation] += 1
+        self.bytes_sent[operation] += x.numel() * x.element_size() * times
+
+    def _wait(self, operation: str, start: Callable[[Any], Any]) -> None:
+        if self._group is None:
+            raise GroupError(f"{self._name}: the group is closed")
+        try:
+            start(self._group).wait()
+        except (RuntimeError, dist.DistError) as error:
+            # Others wait for this rank in calls that it will not make: let them know at once.
+            self.close()
+            raise GroupError(f"{self._name}: {operation} failed: {error}") from error
+
+
+class GroupHost:
+    """Rank 0's side of rendezvous: a store that lives as long as this object."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore(
+            "0.0.0.0",
+            0,
+            None,
+            True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+        )
+
+    @property
+    def port(self) -> int:
+        return int(self.store.port)
+
+
+def join_group(
+    rendezvous: Rendezvous | None,
+    rank: int,
+    device: torch.device,
+    *,
+    host: GroupHost | None = None,
+    timeout_s: float = GROUP_TIMEOUT_S,
+) -> TPGroup:
+    """The group that `rendezvous` describes; one rank's when it is None. Blocks until all met."""
+    if rendezvous is None or rendezvous.size == 1:
+        return SingleRank()
+    store = host.store if host is not None else None
+    return RankGroup(rendezvous, rank, device, timeout_s=timeout_s, store=store)
+
+
+def _backend(
+    store: Any, rank: int, rendezvous: Rendezvous, device: torch.device, timeout: timedelta
+) -> Any:
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, rendezvous.size, options)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
+    gloo._threads = 1
+    # The interface that reaches the store reaches the other ranks; gloo's own choice, by host
+    # name, need not.
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(rendezvous))]
+    return dist.ProcessGroupGloo(store, rank, rendezvous.size, gloo)
+
+
+def _own_address(rendezvous: Rendezvous) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((rendezvous.host, rendezvous.port))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,102 @@
+"""Four real processes that tests use as ranks, started once: importing torch takes seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.groups import GroupHost, Rendezvous, TPGroup, join_group
+
+MAX_RANKS = 4
+TIMEOUT_S = 120.0
+CPU = torch.device("cpu")
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        function, rendezvous, rank, args = pipe.recv()
+        try:
+            group = join_group(rendezvous, rank, CPU, timeout_s=30.0)
+            try:
+                pipe.send((True, function(group, *args)))
+            finally:
+                group.close()
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Ranks:
+    """Runs `function(group, *args)` on the first `size` processes at once."""
+
+    def __init__(self) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("spawn")
+        self._host = GroupHost()
+        self._generation = 0
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        for _ in range(MAX_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results in rank order; the first failure is raised with the rank's traceback."""
+        results = self.outcomes(size, function, *args)
+        for rank, (is_fine, value) in enumerate(results):
+            assert is_fine, f"rank {rank}: {value}"
+        return [value for _, value in results]
+
+    def outcomes(
+        self, size: int, function: Callable[..., Any], *args: Any
+    ) -> list[tuple[bool, Any]]:
+        """(whether it returned, result or traceback) in rank order."""
+        self._generation += 1
+        rendezvous = Rendezvous("127.0.0.1", self._host.port, "target", size, self._generation)
+        for rank in range(size):
+            self._pipes[rank].send((function, rendezvous, rank, args))
+        results = []
+        for rank in range(size):
+            assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} hangs"
+            results.append(self._pipes[rank].recv())
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    from tests.unit.model.conftest import write_family
+
+    made: dict[str, Path] = {}
+
+    def get(name: str, **overrides: Any) -> Path:
+        key = f"{name}-{sorted(overrides.items())}"
+        if key not in made:
+            made[key] = write_family(tmp_path_factory.mktemp(name), name, **overrides)
+        return made[key]
+
+    return get
+
+
+__all__ = ["CPU", "Ranks", "TPGroup"]
