@@ -1,0 +1,623 @@
+"""Models without files, and what `gpu_check` measures on them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import FileStore
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from actors.assembly import build_draft_host, build_lookup_drafter, size_kv
+from actors.messages import BlockDelta, SlotParams, token_array
+from actors.model import attention, loader, paged_lm
+from actors.model.inputs import EntryRows, SlotTables
+from actors.protocols import GenerateRequest, LookupDrafter
+from actors.step_client import (
+    InProcessStepClient,
+    ReconnectingDrafts,
+    SocketStepClient,
+    draft_handler,
+    serve_steps,
+    target_handler,
+)
+from actors.target.runner import TargetRunner
+from actors.verifier.engine import VerifierEngine
+from actors.verifier.limits import EngineLimits
+from parallel.transport.socket import FrameListener, FrameSocket, SocketDir
+from specconfig import EngineArgs
+from specconfig.engine import EngineConfig
+
+Report = dict[str, Any]
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> Report:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
+        "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+TINY, TINY_DRAFT, LLAMA_1B, LLAMA_8B = "random/tiny", "random/tiny-draft", "random/1b", "random/8b"
+SHAPES = {
+    TINY: _llama(64, 128, 2, 4, 2, 512),
+    TINY_DRAFT: _llama(32, 64, 1, 2, 1, 512),
+    LLAMA_1B: _llama(2048, 8192, 16, 32, 8, 128256),
+    LLAMA_8B: _llama(4096, 14336, 32, 32, 8, 128256),
+}
+_SMALL = 10_000_000
+_BLOCK = 16
+_WAIT_S = 120.0
+
+
+@contextmanager
+def random_weights() -> Iterator[None]:
+    """Inside, models are made from their shape and a fixed seed instead of being loaded."""
+    with mock.patch.object(paged_lm, "load_causal_lm", _make):
+        yield
+
+
+def _make(
+    location: str, *, dtype: torch.dtype, device: torch.device, **_: Any
+) -> loader.LoadedModel:
+    attention.register()
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.initialization import no_init_weights
+
+    shape = {k: v for k, v in SHAPES[location].items() if k not in ("architectures", "dtype")}
+    with torch.device(device), no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(
+            LlamaConfig(**shape), dtype=dtype, attn_implementation=attention.ATTENTION_NAME
+        )
+    # Small models get the same weights on every device; large ones are made where they stay.
+    is_small = sum(p.numel() for p in model.parameters()) < _SMALL
+    where = torch.device("cpu") if is_small else device
+    generator = torch.Generator(where).manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            elif is_small:
+                noise = torch.randn(parameter.shape, generator=generator) * 0.15
+                parameter.copy_(noise)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    model.eval().requires_grad_(False)
+    layers = loader._decoder_layers(model, location)
+    return loader.LoadedModel(model, layers, loader._discover_kv(model, layers, location))
+
+
+def resolve(name: str, device: str, dtype: str, spec: Report | None, **kw: Any) -> EngineConfig:
+    """The plan of an engine over one of `SHAPES`."""
+    args: Report = {
+        "max_model_len": 512, "max_num_seqs": 8, "compile_layers": "off",
+        "kv_cache_memory_bytes": "64MiB", "enable_prefix_caching": False, **kw,
+    }  # fmt: skip
+    return EngineArgs(
+        model=name, device=device, dtype=dtype, speculative_config=spec, **args
+    ).resolve(lambda model, _: SHAPES[model])
+
+
+def build_engine(
+    name: str, device: str, dtype: str, spec: Report | None, **kw: Any
+) -> tuple[VerifierEngine, TargetRunner]:
+    """An engine in this process, and its target."""
+    config = resolve(name, device, dtype, spec, **kw)
+    where = torch.device(device)
+    with random_weights():
+        target = TargetRunner(config, where)
+        draft = build_draft_host(config, where) if config.drafter_host == "draft" else None
+    num_blocks = size_kv(config, where, None).num_blocks
+    for host in (target, draft):
+        if host is not None:
+            host.allocate(num_blocks)
+            host.warm_up()
+    return _verifier(config, num_blocks, InProcessStepClient(target, draft)), target
+
+
+def _verifier(
+    config: EngineConfig, num_blocks: int, client: Any, drafter: LookupDrafter | None = None
+) -> VerifierEngine:
+    return VerifierEngine(
+        EngineLimits.from_config(config, num_blocks),
+        client,
+        None,
+        drafter if drafter is not None else build_lookup_drafter(config),
+    )
+
+
+def prompt(n: int, length: int = 24) -> list[int]:
+    """A prompt that repeats itself; another one for each `n`."""
+    return [(10 + n + i % 5) % 500 for i in range(length)]
+
+
+def answers(
+    engine: VerifierEngine, num_tokens: int, num_requests: int, **sampling: Any
+) -> list[list[int]]:
+    """Tokens of `num_requests` requests that run together."""
+    ended = threading.Semaphore(0)
+    tokens: list[list[int]] = [[] for _ in range(num_requests)]
+    errors: list[str] = []
+
+    def sink(n: int) -> Callable[[Any], None]:
+        def take(out: Any) -> None:
+            tokens[n].extend(out.token_ids)
+            if out.error:
+                errors.append(out.error)
+            if out.finish_reason is not None:
+                ended.release()
+
+        return take
+
+    for n in range(num_requests):
+        request = GenerateRequest(
+            f"{time.monotonic_ns()}-{n}", prompt(n), max_tokens=num_tokens, ignore_eos=True, seed=n,
+            **{"temperature": 0.0, **sampling},
+        )  # fmt: skip
+        engine.add_request(request, sink(n))
+    for _ in range(num_requests):
+        if not ended.acquire(timeout=_WAIT_S):
+            raise TimeoutError(f"no end: {engine.status()}")
+    if errors:
+        raise RuntimeError(errors[0])
+    return tokens
+
+
+# --- correctness ------------------------------------------------------------------------------
+
+
+def attention_error(
+    device: str,
+    dtype: str,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> float:
+    """Largest difference of the torch path on `device` to a dense float64 computation."""
+    made = torch.Generator().manual_seed(1)
+    kind = getattr(torch, dtype)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made).to(kind)
+
+    contexts, rows = [0, 17, 63, 130], [5, 1, 4, 1]
+    lens = [c + r for c, r in zip(contexts, rows, strict=True)]
+    width = -(-max(lens) // _BLOCK)
+    order = torch.randperm(len(lens) * width, generator=made) + 1
+    table = order.reshape(len(lens), width).int()
+    cache = attention.PagedCache(
+        len(lens) * width + 1, kv_heads, head_dim, _BLOCK, kind, torch.device("cpu")
+    )
+    keys = [random(n, kv_heads, head_dim) for n in lens]
+    values = [random(n, kv_heads, head_dim) for n in lens]
+    query = random(1, heads, sum(rows), head_dim)
+    slots, new_keys, new_values, expected = [], [], [], []
+    first = 0
+    for r, (context, n, length) in enumerate(zip(contexts, rows, lens, strict=True)):
+        where = torch.arange(length)
+        blocks, offsets = table[r, where // _BLOCK].long(), where % _BLOCK
+        old = where < context
+        cache.keys[blocks[old], :, :, offsets[old]] = keys[r][old]
+        cache.values[blocks[old], :, offsets[old]] = values[r][old]
+        slots.append((blocks * _BLOCK + offsets)[~old])
+        new_keys.append(keys[r][~old])
+        new_values.append(values[r][~old])
+        group = heads // kv_heads
+        q = query[0, :, first : first + n].double()
+        k = keys[r].double().repeat_interleave(group, 1).permute(1, 2, 0)
+        scores = q @ k * head_dim**-0.5
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        position = torch.arange(context, length)[:, None]
+        hidden = where[None] > position
+        if window:
+            hidden |= where[None] <= position - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        expected.append(weights @ values[r].double().repeat_interleave(group, 1).transpose(0, 1))
+        first += n
+    cache.to(device)
+    got = attention.paged_attention_torch(
+        query.to(device),
+        torch.cat(new_keys).transpose(0, 1)[None].to(device),
+        torch.cat(new_values).transpose(0, 1)[None].to(device),
+        cache.keys, cache.values,
+        torch.tensor([0, *np.cumsum(rows)], dtype=torch.int32, device=device),
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        table.to(device), torch.cat(slots).to(device),
+        head_dim**-0.5, softcap, window,
+    )  # fmt: skip
+    wanted = torch.cat(expected, 1).transpose(0, 1)
+    return float((got[0].cpu().double() - wanted).abs().max())
+
+
+class Steps:
+    """Uniform decode steps over a model: `batch` requests of `context` tokens, `rows` rows each."""
+
+    def __init__(self, name: str, device: str, dtype: str, batch: int, context: int) -> None:
+        config = resolve(name, device, dtype, None, max_num_seqs=batch)
+        with random_weights():
+            self.model = paged_lm.PagedCausalLM(
+                config.model, device=torch.device(device), max_positions=1024, compile_layers="off"
+            )
+        self.device = torch.device(device)
+        self.max_rows = 8
+        self.width = -(-(context + 2 * self.max_rows) // _BLOCK)
+        self.context = context
+        self.batch = batch
+        self.model.allocate(batch * self.width + 1, _BLOCK)
+        self.tables = SlotTables(batch, self.width * _BLOCK, 0, _BLOCK)
+        ids = np.arange(1, batch * self.width + 1, dtype=np.int32).reshape(batch, self.width)
+        self.tables.apply(
+            [SlotParams(slot, 1, slot) for slot in range(batch)],
+            [BlockDelta(slot, 0, ids[slot]) for slot in range(batch)],
+        )
+        for slot in range(batch):
+            self._forward([EntryRows(slot, 0, token_array(prompt(slot, context)), 1)])
+
+    def _forward(self, entries: list[EntryRows]) -> Tensor:
+        return self.model.forward(self.tables.flatten(entries, self.device))
+
+    def batch_of(self, rows: int, batch: int | None = None) -> Any:
+        tokens = token_array(prompt(3, rows))
+        return self.tables.flatten(
+            [EntryRows(s, self.context, tokens, rows) for s in range(batch or self.batch)],
+            self.device,
+        )
+
+
+def forward_error(name: str, device: str, dtype: str) -> float:
+    """Largest logit difference between device and CPU float32, prompt and verify step."""
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        there, here = (Steps(name, d, t, 3, 40) for d, t in ((device, dtype), ("cpu", "float32")))
+        worst = 0.0
+        for rows in (1, 5, 8):
+            got = there.model.forward(there.batch_of(rows)).cpu()
+            wanted = here.model.forward(here.batch_of(rows))
+            worst = max(worst, float((got - wanted).abs().max()))
+        return worst
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+# --- speed ------------------------------------------------------------------------------------
+
+
+def static_attention(batch: int, rows: int) -> Callable[..., tuple[Tensor, None]]:
+    """Attention for exactly `batch` x `rows` rows whose shapes depend on nothing in the tensors,
+    as a CUDA graph needs it; a stand-in until the engine has a kernel of its own for that."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None,
+        scaling: float | None = None, seq_lens: Tensor | None = None,
+        block_table: Tensor | None = None, slots: Tensor | None = None, **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        assert seq_lens is not None and block_table is not None and slots is not None
+        cache: Any = module.paged_cache
+        slots = slots.clamp(min=0)  # padding rows write to the padding block
+        blocks, offsets = slots // _BLOCK, slots % _BLOCK
+        cache.keys[blocks, :, :, offsets] = key[0].transpose(0, 1)
+        cache.values[blocks, :, offsets] = value[0].transpose(0, 1)
+        heads, dim = query.shape[1], query.shape[3]
+        table = block_table.long()
+        span = table.shape[1] * _BLOCK
+        keys = cache.keys[table].permute(0, 2, 1, 4, 3).reshape(batch, -1, span, dim)
+        values = cache.values[table].transpose(1, 2).reshape(batch, -1, span, dim)
+        real = query[0, :, : batch * rows]
+        q = real.transpose(0, 1).reshape(batch, rows, heads, dim).transpose(1, 2)
+        steps = torch.arange(rows, device=query.device)
+        position = seq_lens.long()[:, None] - rows + steps
+        visible = torch.arange(span, device=query.device) <= position[:, :, None]
+        out = nn.functional.scaled_dot_product_attention(
+            q, keys, values, attn_mask=visible[:, None], scale=scaling, enable_gqa=True
+        )
+        flat = out.transpose(1, 2).reshape(1, batch * rows, heads, dim)
+        return nn.functional.pad(flat, (0, 0, 0, 0, 0, query.shape[2] - batch * rows)), None
+
+    return attend
+
+
+@contextmanager
+def attending(function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, models attend with `function`."""
+    ALL_ATTENTION_FUNCTIONS.register(attention.ATTENTION_NAME, function)
+    try:
+        yield
+    finally:
+        attention.register()
+
+
+def capture(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+    """(CUDA graph of one call, its output tensor)."""
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+class KnownAnswers:
+    """A drafter that knows what will be said and is right in `rate` of its tokens: what a
+    drafter of that quality would give, without one."""
+
+    def __init__(self, known: Sequence[Sequence[int]], rate: float, vocab: int) -> None:
+        self._known = {tuple(p[:24]): p for p in known}
+        self._rate = rate
+        self._vocab = vocab
+
+    def propose(self, key: int, token_ids: Any, max_drafts: int) -> Sequence[int]:
+        whole = self._known[tuple(token_ids[:24].tolist())]
+        first = len(token_ids)
+        return [
+            token if (position * 2654435761 + key) % 1000 < self._rate * 1000
+            else (token + 1) % self._vocab
+            for position, token in enumerate(whole[first : first + max_drafts], first)
+        ]  # fmt: skip
+
+    def forget(self, key: int) -> None:
+        """Nothing is kept."""
+
+
+def measure_speed(ctx: Any, name: str) -> None:
+    """Forward times, graph replays, tokens per second and memory of one shape."""
+    dtype = "float32" if ctx.is_cpu else "bfloat16"
+    _forwards(ctx, name, dtype)
+    if not ctx.is_cpu:
+        ctx.put("peak_bytes", torch.cuda.max_memory_allocated())
+        torch.cuda.empty_cache()
+    ctx.attempt("engine", lambda: _tokens_per_second(ctx, name, dtype), 15.0)
+
+
+def _forwards(ctx: Any, name: str, dtype: str) -> None:
+    from benchmarks.gpu_check import timed
+
+    batch, context = (2, 32) if ctx.is_cpu else (32, 256)
+    tiers = (0, 4) if ctx.is_cpu else (0, 1, 2, 4, 7)
+    started = time.monotonic()
+    steps = Steps(name, ctx.device, dtype, batch, context)
+    ctx.put("parameters_millions", round(steps.model.num_parameters / 1e6))
+    ctx.put("load_s", round(time.monotonic() - started, 1))
+
+    def eager() -> Report:
+        found: Report = {}
+        for size in dict.fromkeys((1, min(8, batch), batch)):
+            for k in tiers:
+                rows = steps.batch_of(1 + k, size)
+                run = partial(steps.model.forward, rows)
+                found[f"batch {size}, K={k}"] = round(timed(run, ctx, 10) * 1e3, 3)
+        return found
+
+    ctx.attempt("eager_forward_ms", eager)
+    ctx.attempt("graphs", lambda: _graphs(ctx, steps, tiers), 10.0)
+
+
+def _graphs(ctx: Any, steps: Steps, tiers: Sequence[int]) -> Report:
+    """Decode and verify for each K as a CUDA graph, with static attention."""
+    from benchmarks.gpu_check import timed
+
+    found: Report = {} if not ctx.is_cpu else {"capture": "skipped: no CUDA"}
+    for size in dict.fromkeys((1, min(8, steps.batch))):
+        for k in tiers:
+            run = partial(steps.model.forward, steps.batch_of(1 + k, size))
+            wanted = run()
+            one: Report = {}
+            with attending(static_attention(size, 1 + k)):
+                one["static_attention_max_difference"] = float((run() - wanted).abs().max())
+                if not ctx.is_cpu:
+                    graph, out = capture(run)
+                    one["replay_ms"] = round(timed(graph.replay, ctx, 20) * 1e3, 3)
+                    one["replay_max_difference"] = float((out - wanted).abs().max())
+            found[f"batch {size}, K={k}"] = one
+            ctx.put("graphs", found)
+    return found
+
+
+def capture_engine_forward(device: str) -> Report:
+    """Whether the engine's forward, as it is, can be captured; raises what stands in the way."""
+    steps = Steps(TINY, device, "float32", 2, 32)
+    run = partial(steps.model.forward, steps.batch_of(5))
+    wanted = run().clone()
+    graph, out = capture(run)
+    graph.replay()
+    torch.cuda.synchronize()
+    return {"ok": bool(torch.allclose(out, wanted, atol=1e-4))}
+
+
+def _tokens_per_second(ctx: Any, name: str, dtype: str) -> Report:
+    """Whole engine, plain and with drafts of known quality; memory against its limit."""
+    num = 16 if ctx.is_cpu else 96
+    k = 4
+    kv_bytes = 64 << 20 if ctx.is_cpu else 4 << 30
+    ngram = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1,
+             "prompt_lookup_max": 3}  # fmt: skip
+    config = resolve(name, ctx.device, dtype, ngram, kv_cache_memory_bytes=kv_bytes)
+    with random_weights():
+        target = TargetRunner(config, torch.device(ctx.device))
+    num_blocks = size_kv(config, torch.device(ctx.device), None).num_blocks
+    target.allocate(num_blocks)
+    target.warm_up()
+    found: Report = {"kv_blocks": num_blocks}
+    if not ctx.is_cpu:
+        weights = sum(p.numel() * p.element_size() for p in target.model._model.parameters())
+        used = torch.cuda.memory_allocated()
+        found["memory"] = {
+            "allocated": used, "weights": weights, "kv_limit": kv_bytes,
+            "ok": used <= weights + kv_bytes + (512 << 20),
+        }  # fmt: skip
+    for batch in (1, 8):
+        engine = _verifier(config, num_blocks, InProcessStepClient(target))
+        engine.set_speculation(False)
+        try:
+            answers(engine, 4, batch)
+            started = time.perf_counter()
+            plain = answers(engine, num, batch)
+            found[f"batch {batch}, plain"] = {
+                "tokens_per_s": round(batch * num / (time.perf_counter() - started), 1)
+            }
+        finally:
+            engine.stop()
+        known = [prompt(n) + plain[n] for n in range(batch)]
+        for rate in (1.0, 0.7):
+            if ctx.left_s < 5:
+                return found
+            drafter = KnownAnswers(known, rate, config.model.vocab_size)
+            engine = _verifier(config, num_blocks, InProcessStepClient(target), drafter)
+            try:
+                started = time.perf_counter()
+                got = answers(engine, num, batch)
+                seconds = time.perf_counter() - started
+                found[f"batch {batch}, K={k}, {rate:.0%} of drafts right"] = {
+                    "tokens_per_s": round(batch * num / seconds, 1),
+                    "acceptance_length": round(engine.stats.acceptance_length, 2),
+                    "same_tokens": got == plain,
+                }
+            finally:
+                engine.stop()
+    return found
+
+
+# --- several processes on one device ----------------------------------------------------------
+
+
+def _limit_memory(device: str, share: float) -> None:
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
+def _target_process(config_json: str, path: str, draft_path: str, device: str) -> None:
+    _limit_memory(device, 0.45)
+    config = EngineConfig.from_json(config_json)
+    with random_weights():
+        target = TargetRunner(config, torch.device(device))
+    target.allocate(size_kv(config, torch.device(device), None).num_blocks)
+    target.warm_up()
+    drafts = ReconnectingDrafts(FrameListener(draft_path, 1))
+    connection = FrameSocket.connect(path, "target", 0, 1, os.getpid(), _WAIT_S)
+    serve_steps(connection, target_handler(target, drafts))
+
+
+def _draft_process(config_json: str, path: str, draft_path: str, device: str) -> None:
+    _limit_memory(device, 0.45)
+    config = EngineConfig.from_json(config_json)
+    with random_weights():
+        draft = build_draft_host(config, torch.device(device))
+    draft.allocate(size_kv(config, torch.device(device), None).num_blocks)
+    draft.warm_up()
+    target = FrameSocket.connect(draft_path, "draft", 0, 1, os.getpid(), _WAIT_S)
+    connection = FrameSocket.connect(path, "draft", 0, 1, os.getpid(), _WAIT_S)
+    serve_steps(connection, draft_handler(draft, [target]))
+
+
+def colocated(name: str, device: str, timeout_s: float) -> Report:
+    """Target and draft processes on one device against both in this process."""
+    spec = {"method": "draft_model", "model": TINY_DRAFT, "num_speculative_tokens": 4}
+    num = 24 if device == "cpu" else 96
+    engine, _ = build_engine(name, device, "float32", spec)
+    try:
+        expected = answers(engine, num, 2)
+        here_ms = engine.stats.step_time_s.mean * 1e3
+    finally:
+        engine.stop()
+    config = resolve(name, device, "float32", spec)
+    sockets = SocketDir()
+    listener = FrameListener(sockets.socket_path("verifier"), 1)
+    args = (config.to_json(), listener.path, sockets.socket_path("drafts"), device)
+    context = multiprocessing.get_context("spawn")
+    children = [
+        context.Process(target=run, args=args, daemon=True)
+        for run in (_target_process, _draft_process)
+    ]
+    try:
+        for child in children:
+            child.start()
+        connections = {}
+        for _ in children:
+            connection, hello = listener.accept(timeout_s)
+            connections[hello.role] = connection
+        num_blocks = size_kv(config, torch.device(device), None).num_blocks
+        client = SocketStepClient([connections["target"]], [connections["draft"]])
+        engine = VerifierEngine(EngineLimits.from_config(config, num_blocks), client, generation=1)
+        try:
+            got = answers(engine, num, 2)
+            apart_ms = engine.stats.step_time_s.mean * 1e3
+            lost = engine.stats.num_draft_losses
+        finally:
+            engine.stop()
+    finally:
+        for child in children:
+            child.kill()
+            child.join(5)
+        listener.close()
+        sockets.close()
+    return {
+        "ok": got == expected and lost == 0,
+        "step_ms_two_processes": round(apart_ms, 3),
+        "step_ms_one_process": round(here_ms, 3),
+    }
+
+
+def _duplicate_rank(rank: int, path: str, said: Any) -> None:
+    import torch.distributed as dist
+
+    try:
+        torch.cuda.set_device(0)
+        store = FileStore(path, 2)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
+        x = torch.ones(1, device="cuda")
+        dist.all_reduce(x)
+        torch.cuda.synchronize()
+        said.put(f"rank {rank}: accepted")
+    except Exception as error:
+        said.put(f"rank {rank}: {' '.join(str(error).split())[:300]}")
+
+
+def duplicate_device(timeout_s: float) -> Report:
+    """What NCCL says to two ranks on one device; killed if it only waits."""
+    sockets = SocketDir()
+    context = multiprocessing.get_context("spawn")
+    said = context.Queue()
+    children = [
+        context.Process(
+            target=_duplicate_rank, args=(rank, str(sockets.path / "store"), said), daemon=True
+        )
+        for rank in range(2)
+    ]
+    texts: list[str] = []
+    try:
+        for child in children:
+            child.start()
+        deadline = time.monotonic() + timeout_s
+        while len(texts) < 2 and (left := deadline - time.monotonic()) > 0:
+            try:
+                texts.append(said.get(timeout=left))
+            except queue.Empty:
+                break
+    finally:
+        for child in children:
+            child.kill()
+            child.join(5)
+        sockets.close()
+    return {"said": texts or [f"nothing in {timeout_s:.0f} s"]}
