@@ -177,8 +177,7 @@ class RankGroup:
         if self._muted:
             return x
         x = x.contiguous()
-        if self.rank == 0:
-            self._count("broadcast", x, self.size - 1)
+        self._count("broadcast", x, self.size - 1 if self.rank == 0 else 0)
         self._wait("broadcast", lambda group: group.broadcast([x]))
         return x
 
@@ -197,7 +196,8 @@ class RankGroup:
 
     def _count(self, operation: str, x: Tensor, times: int) -> None:
         self.num_calls[operation] += 1
-        self.bytes_sent[operation] += x.numel() * x.element_size() * times
+        if times:
+            self.bytes_sent[operation] += x.numel() * x.element_size() * times
 
     def _wait(self, operation: str, start: Callable[[Any], Any]) -> None:
         if self._group is None:

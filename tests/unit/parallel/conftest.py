@@ -25,6 +25,9 @@ def _serve(pipe: Connection) -> None:
     while True:
         function, rendezvous, rank, args = pipe.recv()
         try:
+            if rendezvous is None:
+                pipe.send((True, function(rank, *args)))
+                continue
             group = join_group(rendezvous, rank, CPU, timeout_s=30.0)
             try:
                 pipe.send((True, function(group, *args)))
@@ -62,15 +65,26 @@ class Ranks:
         self, size: int, function: Callable[..., Any], *args: Any
     ) -> list[tuple[bool, Any]]:
         """(whether it returned, result or traceback) in rank order."""
-        self._generation += 1
-        rendezvous = Rendezvous("127.0.0.1", self._host.port, "target", size, self._generation)
+        meeting = self.meeting("target", size)
         for rank in range(size):
-            self._pipes[rank].send((function, rendezvous, rank, args))
+            self._pipes[rank].send((function, meeting, rank, args))
+        return self.finish(size)
+
+    def start(self, size: int, function: Callable[..., Any], *args: Any) -> None:
+        """Begin `function(rank, *args)` on the first `size` processes; `finish` waits for it."""
+        for rank in range(size):
+            self._pipes[rank].send((function, None, rank, args))
+
+    def finish(self, size: int) -> list[tuple[bool, Any]]:
         results = []
         for rank in range(size):
             assert self._pipes[rank].poll(TIMEOUT_S), f"rank {rank} hangs"
             results.append(self._pipes[rank].recv())
         return results
+
+    def meeting(self, role: str, size: int) -> Rendezvous:
+        self._generation += 1
+        return Rendezvous("127.0.0.1", self._host.port, role, size, self._generation)
 
     def close(self) -> None:
         for process in self._processes:
