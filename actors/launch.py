@@ -28,7 +28,7 @@ from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 from parallel.groups import Rendezvous
-from parallel.placement import ReplicaPlacement, RolePlacement, place_replica
+from parallel.placement import ReplicaPlacement, RolePlacement, pack_strategy, place_replica
 from parallel.topology import TopologyError, check_unique_devices
 from parallel.transport.frames import TransportError
 from parallel.transport.socket import FrameSocket
@@ -105,7 +105,7 @@ class Replica:
         check_supported(config)
         owns_group = group is None
         if group is None:
-            group = placement_group(cls.bundles(config), strategy="PACK")
+            group = placement_group(cls.bundles(config), strategy=pack_strategy(config))
             ray.get(group.ready(), timeout=LOAD_TIMEOUT_S)
         replica = cls(config, group, owns_group, first_bundle, gang)
         try:

@@ -241,7 +241,7 @@ def nccl(ctx: Context) -> None:
     """The collective backend with one rank: what start-up and tear-down need to work."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     backend = "gloo" if ctx.is_cpu else "nccl"
 
@@ -261,7 +261,7 @@ def nccl(ctx: Context) -> None:
 
     ctx.attempt("one rank", one_rank)
     if not ctx.is_cpu:
-        from benchmarks.gpu_models import duplicate_device
+        from benchmarks.gpu_processes import duplicate_device
 
         # NCCL refuses two ranks on one device; the text of the refusal is worth knowing.
         ctx.attempt("two ranks on one device", lambda: duplicate_device(20.0), 22.0)
@@ -269,7 +269,8 @@ def nccl(ctx: Context) -> None:
 
 def two_processes(ctx: Context) -> None:
     """Target and draft in processes of their own on one device, over the engine's sockets."""
-    from benchmarks.gpu_models import TINY, colocated
+    from benchmarks.gpu_models import TINY
+    from benchmarks.gpu_processes import colocated
 
     ctx.attempt("colocated", lambda: colocated(TINY, ctx.device, 40.0), 20.0)
 

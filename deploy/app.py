@@ -13,7 +13,7 @@ from ray.serve.config import GangSchedulingConfig
 from deploy.engine import Engine
 from deploy.engine_client import HandleEngineClient
 from deploy.facts import ServedModel
-from parallel.placement import VERIFIER_CPUS, place_replica
+from parallel.placement import VERIFIER_CPUS, pack_strategy, place_replica
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
 
@@ -104,7 +104,7 @@ def _grouping(config: EngineConfig) -> dict[str, Any]:
     """How Serve puts replicas together: data-parallel ranks start and restart as one gang."""
     size = config.parallel.data_parallel_size
     if size == 1:
-        return {"placement_group_strategy": "PACK"}
+        return {"placement_group_strategy": pack_strategy(config)}
     return {"gang_scheduling_config": GangSchedulingConfig(gang_size=size)}
 
 

@@ -75,6 +75,11 @@ class ReplicaPlacement:
         )
 
 
+def pack_strategy(config: EngineConfig) -> str:
+    """Ray's strategy for one replica's bundles: on one node, or on one if possible."""
+    return "STRICT_PACK" if config.parallel.strict_pack else "PACK"
+
+
 def place_replica(config: EngineConfig, *, use_gpus: bool) -> ReplicaPlacement:
     """Bundles and shares for `config`.
 

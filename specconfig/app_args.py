@@ -45,6 +45,14 @@ class AppArgs(EngineArgs):
                 "restart in whole gangs",
                 f"set num_replicas: {self.data_parallel_size} or remove it",
             )
+        if self.strict_pack and self.data_parallel_size > 1:
+            raise ConfigError(
+                "strict_pack",
+                True,
+                f"false with data_parallel_size={self.data_parallel_size}: Ray Serve places the "
+                "bundles of a gang together, if possible on one node",
+                "remove strict_pack",
+            )
         return self
 
     @property

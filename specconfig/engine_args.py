@@ -89,6 +89,9 @@ class EngineArgs(BaseModel):
     )
     max_logprobs: int = Field(default=20, ge=0, description="Largest top-n logprobs per token.")
     placement: Placement = Field(default="auto", description="Processes of a separate draft model.")
+    strict_pack: bool = Field(
+        default=False, description="All ranks of a replica on one node; otherwise if possible."
+    )
     batch_invariant: bool = Field(
         default=True, description="Bitwise equal outputs for any batching and any K."
     )

@@ -132,6 +132,7 @@ class ParallelConfig(Frozen):
     placement: Placement = Field(
         default="auto", description="Where the ranks of a separate draft model run."
     )
+    strict_pack: bool = Field(default=False, description="All ranks of a replica on one node.")
     dynamic_k_dp_policy: Literal["disable", "agree"] = Field(
         default="disable", description="Dynamic K under data parallelism."
     )

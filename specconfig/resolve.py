@@ -159,5 +159,6 @@ def _parallel(args: EngineArgs, target: ModelConfig) -> ParallelConfig:
         pipeline_parallel_size=args.pipeline_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
         placement=args.placement,
+        strict_pack=args.strict_pack,
         dynamic_k_dp_policy=args.dynamic_k_dp_policy,
     )

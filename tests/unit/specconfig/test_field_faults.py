@@ -139,7 +139,8 @@ def test_CONF_12_defaults_are_a_snapshot() -> None:
         "max_num_batched_tokens": 512, "block_size": 16, "gpu_memory_utilization": 0.9,
         "enable_prefix_caching": True, "enable_chunked_prefill": True, "seed": 0,
         "trust_remote_code": False, "max_num_queued_requests": 256, "max_logprobs": 20,
-        "placement": "auto", "batch_invariant": True, "compile_layers": "auto",
+        "placement": "auto", "strict_pack": False, "batch_invariant": True,
+        "compile_layers": "auto",
         "target_gpu_fraction": 0.7, "draft_gpu_fraction": 0.3, "dynamic_k_dp_policy": "disable",
     }  # fmt: skip
     spec_defaults = {name: info.default for name, info in SpeculativeOptions.model_fields.items()
