@@ -147,3 +147,32 @@ def test_a_draft_on_yet_another_node(nodes: list[str], tiny_pair: tuple[Path, Pa
     finally:
         replica.stop()
         remove_placement_group(group)
+
+
+def test_target_ranks_on_two_nodes_give_the_tokens_of_one(
+    nodes: list[str], tiny_pair: tuple[Path, Path]
+) -> None:
+    """Each node's plan goes through its own relay; the ranks' collectives cross nodes."""
+    target, _ = tiny_pair
+    expected = plain(target, NGRAM)
+    cfg = config(target, NGRAM, tensor_parallel_size=2)
+    group = placement_group(Replica.bundles(cfg), strategy="STRICT_SPREAD")
+    ray.get(group.ready(), timeout=60)
+    replica = Replica.start(cfg, group)
+    try:
+        assert sorted(replica.describe()["target_nodes"]) == sorted(nodes)
+        assert tokens(replica.engine, "two nodes") == expected
+        victims = [f["pid"] for f in replica.describe()["actors"]]
+        killed: list[float] = []
+
+        def kill(num_tokens: int) -> None:
+            if num_tokens > 20 and not killed:
+                killed.append(time.monotonic())
+                os.kill(victims[1], signal.SIGKILL)
+
+        with pytest.raises(RuntimeError, match=r"WorkerLost|EngineDead"):
+            tokens(replica.engine, "rank 1 dies", kill)
+        assert time.monotonic() - killed[0] < 10
+    finally:
+        replica.stop()
+        remove_placement_group(group)
