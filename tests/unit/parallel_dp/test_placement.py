@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.assembly import check_supported
 from actors.errors import LoadError
+from actors.preflight import check_supported
 from deploy.app import _grouping
 from deploy.gang import GangSeat, agrees_on_k, describe_gang, take_seat
 from parallel.placement import ReplicaPlacement, RolePlacement, pack_strategy, place_replica
