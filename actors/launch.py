@@ -16,20 +16,18 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.assembly import build_lookup_drafter, check_supported, load_tokenizer, size_kv
-from actors.draft.actor import DraftActor
 from actors.errors import LoadError, WorkerLost
 from actors.kvcache.sizing import KVSizing
 from actors.nodes import ReplicaNodes
+from actors.preflight import build_lookup_drafter, check_supported, load_tokenizer, size_kv
 from actors.protocols import GangLike
+from actors.shell import DRAFT, TARGET, RoleActor
 from actors.step_client import SocketStepClient
-from actors.target.actor import TargetActor
 from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
-from parallel.groups import Rendezvous
 from parallel.placement import ReplicaPlacement, RolePlacement, pack_strategy, place_replica
-from parallel.topology import TopologyError, check_unique_devices
+from parallel.topology import Rendezvous, TopologyError, check_unique_devices
 from parallel.transport.frames import TransportError
 from parallel.transport.socket import FrameSocket
 from specconfig.engine import EngineConfig
@@ -117,11 +115,9 @@ class Replica:
 
     def _start(self) -> None:
         started = time.perf_counter()
-        tokenizer = load_tokenizer(self.config)
         draft_in_target = self.config.drafter_host == "draft" and self._placement.is_fused
         self._targets = [
-            self._create(TargetActor, place, rank)
-            for rank, place in enumerate(self._placement.targets)
+            self._create(TARGET, place, rank) for rank, place in enumerate(self._placement.targets)
         ]
         self._drafts = self._create_drafts()
         meeting = self._meet("target", self._targets)
@@ -132,15 +128,17 @@ class Replica:
         if meeting is not None and draft_in_target and is_split:
             # A split draft's shards sit in the target's processes and meet where those do.
             fused_meeting = meeting._replace(role="draft")
-        self._facts = _call(
-            [t.load.remote(draft_in_target, meeting, fused_meeting) for t in self._targets]
-            + [d.load.remote(draft_meeting) for d in self._drafts]
-        )
+        loading = [
+            t.call.remote("load", draft_in_target, meeting, fused_meeting) for t in self._targets
+        ] + [d.call.remote("load", draft_meeting) for d in self._drafts]
+        # Its import takes a while too: let it run beside the actors' loading.
+        tokenizer = load_tokenizer(self.config)
+        self._facts = _call(loading)
         loaded = time.perf_counter()
         sizing = self._size_kv()
         self._num_blocks = sizing.num_blocks
-        _call([a.allocate.remote(sizing.num_blocks) for a in self._targets + self._drafts])
-        warm = _call([a.warm_up.remote() for a in self._targets + self._drafts])
+        _call([a.call.remote("allocate", sizing.num_blocks) for a in self._targets + self._drafts])
+        warm = _call([a.call.remote("warm_up") for a in self._targets + self._drafts])
         if self.config.runtime.batch_invariant and not all(warm[: len(self._targets)]):
             logger.warning(
                 "batch_invariant is asked for, but only float32 on a CPU with a C compiler gives "
@@ -169,7 +167,7 @@ class Replica:
             time.perf_counter() - loaded,
         )
 
-    def _create(self, role: type[Any], place: RolePlacement, rank: int) -> Any:
+    def _create(self, role: str, place: RolePlacement, rank: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group,
             placement_group_bundle_index=place.bundle,
@@ -184,12 +182,11 @@ class Replica:
             "max_concurrency": 2,
             "runtime_env": {"env_vars": compute_environment(self.config.runtime.num_threads)},
         }
-        return ray.remote(role).options(**options).remote(self.config.to_json(), rank)
+        return ray.remote(RoleActor).options(**options).remote(role, self.config.to_json(), rank)
 
     def _create_drafts(self) -> list[Any]:
         return [
-            self._create(DraftActor, place, rank)
-            for rank, place in enumerate(self._placement.drafts)
+            self._create(DRAFT, place, rank) for rank, place in enumerate(self._placement.drafts)
         ]
 
     def _meet(self, role: str, actors: list[Any]) -> Rendezvous | None:
@@ -200,12 +197,12 @@ class Replica:
         """
         if len(actors) < 2:
             return None
-        identities = _call([actor.identify.remote() for actor in actors])
+        identities = _call([actor.call.remote("identify") for actor in actors])
         try:
             check_unique_devices(identities)
         except TopologyError as error:
             raise LoadError(str(error)) from error
-        (port,) = _call([actors[0].open_rendezvous.remote()])
+        (port,) = _call([actors[0].call.remote("open_rendezvous")])
         is_one_node = len({identity.node_id for identity in identities}) == 1
         host = "127.0.0.1" if is_one_node else identities[0].node_ip
         self._num_meetings += 1
@@ -213,23 +210,21 @@ class Replica:
 
     def _size_kv(self) -> KVSizing:
         """KV blocks that fit every rank: the same ids are used on all of them."""
-        import torch
-
         targets = [fact for fact in self._facts if fact["role"] == "target"]
         free = [f["free_device_bytes"] for f in targets if f["free_device_bytes"] is not None]
         heads: dict[str, int] = {}
         for fact in self._facts:
             for owner, count in fact["num_kv_heads"].items():
                 heads[owner] = max(count, heads.get(owner, 0))
-        device = torch.device(targets[0]["device"])
-        return size_kv(self.config, device, min(free, default=None), heads)
+        device_type = targets[0]["device"].partition(":")[0]
+        return size_kv(self.config, device_type, min(free, default=None), heads)
 
     def _connect(self, role: str, actors: list[Any], draft_path: str | None) -> list[FrameSocket]:
         """Start the step loops of `role`; its connections, the one with rank 0 first."""
         places = self._placement.targets if role == "target" else self._placement.drafts
         paths = self._nodes.open(role, places)
         loops = [
-            actor.loop.remote(path, draft_path, self._generation)
+            actor.call.remote("loop", path, draft_path, self._generation)
             for actor, path in zip(actors, paths, strict=True)
         ]
         try:
@@ -269,10 +264,10 @@ class Replica:
             ray.kill(draft)
         self._drafts = self._create_drafts()
         meeting = self._meet("draft", self._drafts)
-        facts = _call([d.load.remote(meeting) for d in self._drafts])
+        facts = _call([d.call.remote("load", meeting) for d in self._drafts])
         self._facts = [f for f in self._facts if f["role"] != "draft"] + facts
-        _call([d.allocate.remote(self._num_blocks) for d in self._drafts])
-        _call([d.warm_up.remote() for d in self._drafts])
+        _call([d.call.remote("allocate", self._num_blocks) for d in self._drafts])
+        _call([d.call.remote("warm_up") for d in self._drafts])
         drafts = self._connect_drafts()
         self.engine.restore_draft(lambda: self._client.replace_drafts(drafts))
 

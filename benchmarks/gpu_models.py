@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.assembly import build_draft_host, build_lookup_drafter, size_kv
+from actors.assembly import build_draft_host
 from actors.messages import BlockDelta, SlotParams, token_array
 from actors.model import attention, loader, paged_lm
 from actors.model.inputs import EntryRows, SlotTables
+from actors.preflight import build_lookup_drafter, size_kv
 from actors.protocols import GenerateRequest, LookupDrafter
 from actors.step_client import InProcessStepClient
 from actors.target.runner import TargetRunner
@@ -109,7 +110,7 @@ def build_engine(
     with random_weights():
         target = TargetRunner(config, where)
         draft = build_draft_host(config, where) if config.drafter_host == "draft" else None
-    num_blocks = size_kv(config, where, None).num_blocks
+    num_blocks = size_kv(config, where.type, None).num_blocks
     for host in (target, draft):
         if host is not None:
             host.allocate(num_blocks)
@@ -444,7 +445,7 @@ def _tokens_per_second(ctx: Any, name: str, dtype: str) -> Report:
     config = resolve(name, ctx.device, dtype, ngram, kv_cache_memory_bytes=kv_bytes)
     with random_weights():
         target = TargetRunner(config, torch.device(ctx.device))
-    num_blocks = size_kv(config, torch.device(ctx.device), None).num_blocks
+    num_blocks = size_kv(config, torch.device(ctx.device).type, None).num_blocks
     target.allocate(num_blocks)
     target.warm_up()
     found: Report = {"kv_blocks": num_blocks}

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from actors.assembly import build_draft_host, size_kv
+from actors.assembly import build_draft_host
+from actors.preflight import size_kv
 from actors.step_client import (
     ReconnectingDrafts,
     SocketStepClient,
@@ -38,7 +39,7 @@ def _target_process(config_json: str, path: str, draft_path: str, device: str) -
     config = EngineConfig.from_json(config_json)
     with random_weights():
         target = TargetRunner(config, torch.device(device))
-    target.allocate(size_kv(config, torch.device(device), None).num_blocks)
+    target.allocate(size_kv(config, torch.device(device).type, None).num_blocks)
     target.warm_up()
     drafts = ReconnectingDrafts(FrameListener(draft_path, 1))
     connection = FrameSocket.connect(path, "target", 0, 1, os.getpid(), _WAIT_S)
@@ -50,7 +51,7 @@ def _draft_process(config_json: str, path: str, draft_path: str, device: str) ->
     config = EngineConfig.from_json(config_json)
     with random_weights():
         draft = build_draft_host(config, torch.device(device))
-    draft.allocate(size_kv(config, torch.device(device), None).num_blocks)
+    draft.allocate(size_kv(config, torch.device(device).type, None).num_blocks)
     draft.warm_up()
     target = FrameSocket.connect(draft_path, "draft", 0, 1, os.getpid(), _WAIT_S)
     connection = FrameSocket.connect(path, "draft", 0, 1, os.getpid(), _WAIT_S)
@@ -83,7 +84,7 @@ def colocated(name: str, device: str, timeout_s: float) -> Report:
         for _ in children:
             connection, hello = listener.accept(timeout_s)
             connections[hello.role] = connection
-        num_blocks = size_kv(config, torch.device(device), None).num_blocks
+        num_blocks = size_kv(config, torch.device(device).type, None).num_blocks
         client = SocketStepClient([connections["target"]], [connections["draft"]])
         engine = VerifierEngine(EngineLimits.from_config(config, num_blocks), client, generation=1)
         try:

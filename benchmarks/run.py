@@ -141,7 +141,8 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from actors.assembly import build_in_process, load_tokenizer
+    from actors.assembly import build_in_process
+    from actors.preflight import load_tokenizer
     from benchmarks.workloads import OWN, by_category, chat_ids
 
     config = _config(options, enable_prefix_caching=False)
@@ -207,7 +208,8 @@ def neighbour(options: argparse.Namespace) -> dict[str, Any]:
 
 def ngram(options: argparse.Namespace) -> dict[str, Any]:
     """Per prompt, plain and n-gram decode one after the other on one engine; same tokens."""
-    from actors.assembly import build_in_process, load_tokenizer
+    from actors.assembly import build_in_process
+    from actors.preflight import load_tokenizer
     from benchmarks.workloads import by_category, chat_ids
 
     config = _config(options, NGRAM, enable_prefix_caching=False)
@@ -289,8 +291,9 @@ def actors(options: argparse.Namespace) -> dict[str, Any]:
     """Decode milliseconds a token: separate target actor against the same engine in process."""
     import ray
 
-    from actors.assembly import build_in_process, load_tokenizer
+    from actors.assembly import build_in_process
     from actors.launch import Replica
+    from actors.preflight import load_tokenizer
 
     config = _config(options, NGRAM)
     tokenizer = load_tokenizer(config)

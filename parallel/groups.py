@@ -16,12 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from parallel.topology import Rendezvous
 
 # Longer than a step may take (60 s) and than rank 0 waits for a draft process; a rank that is
 # gone is seen at once, as the end of its connections.
@@ -30,16 +32,6 @@ GROUP_TIMEOUT_S = 120.0
 
 class GroupError(RuntimeError):
     """Ranks could not meet, or a collective failed: a rank is gone or hung."""
-
-
-class Rendezvous(NamedTuple):
-    """How the ranks of one group find each other. `generation` grows with each rebuild."""
-
-    host: str
-    port: int
-    role: str
-    size: int
-    generation: int
 
 
 class TPGroup(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class TopologyError(ValueError):
@@ -19,6 +20,16 @@ class RankIdentity:
     node_id: str
     node_ip: str
     device: str | None
+
+
+class Rendezvous(NamedTuple):
+    """How the ranks of one group find each other. `generation` grows with each rebuild."""
+
+    host: str
+    port: int
+    role: str
+    size: int
+    generation: int
 
 
 def check_unique_devices(ranks: Sequence[RankIdentity]) -> None:

@@ -12,8 +12,8 @@ import torch
 from actors.assembly import build_draft_host, resolve_device
 from actors.rank import rank_identity
 from actors.step_client import draft_handler, serve_steps
-from parallel.groups import GroupHost, Rendezvous, SingleRank, TPGroup, join_group
-from parallel.topology import RankIdentity
+from parallel.groups import GroupHost, SingleRank, TPGroup, join_group
+from parallel.topology import RankIdentity, Rendezvous
 from parallel.transport.socket import FrameSocket
 from specconfig.engine import EngineConfig
 

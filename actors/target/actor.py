@@ -15,8 +15,8 @@ from actors.rank import rank_identity
 from actors.step_client import DraftSource, ReconnectingDrafts, serve_steps, target_handler
 from actors.target.drafts import FusedRank, HostedDrafts, SharedDrafts
 from actors.target.runner import TargetRunner
-from parallel.groups import GroupHost, Rendezvous, SingleRank, TPGroup, join_group
-from parallel.topology import RankIdentity
+from parallel.groups import GroupHost, SingleRank, TPGroup, join_group
+from parallel.topology import RankIdentity, Rendezvous
 from parallel.transport.socket import FrameListener, FrameSocket
 from specconfig.engine import EngineConfig
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.assembly import build_in_process, load_tokenizer
+from actors.assembly import build_in_process
+from actors.preflight import load_tokenizer
 from actors.protocols import GenerateRequest
 from specconfig import EngineArgs
 

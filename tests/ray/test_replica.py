@@ -44,6 +44,7 @@ def config(target: Path, spec: dict[str, Any] | None, **kw: Any) -> EngineConfig
 @dataclass
 class Answer:
     ids: list[int]
+    logprobs: list[float]
     last: RunOutput
 
 
@@ -52,6 +53,7 @@ def ask(
 ) -> Answer:
     async def run() -> Answer:
         ids: list[int] = []
+        logprobs: list[float] = []
         request = GenerateRequest(
             request_id,
             REPEATING,
@@ -61,18 +63,19 @@ def ask(
         runs = 0
         async for last in engine.generate(request):
             ids += last.token_ids
+            logprobs += [entry.logprob for entry in last.logprobs or ()]
             runs += 1
             on_run(runs)
         assert last is not None
-        return Answer(ids, last)
+        return Answer(ids, logprobs, last)
 
     return asyncio.run(run())
 
 
-def in_process(cfg: EngineConfig, **kw: Any) -> list[int]:
+def in_process(cfg: EngineConfig, **kw: Any) -> Answer:
     engine = build_in_process(cfg, warm_up=False)
     try:
-        return ask(engine, "local", **kw).ids
+        return ask(engine, "local", **kw)
     finally:
         engine.stop()
 
@@ -98,7 +101,7 @@ def test_draft_placements_share_devices_as_asked(
 ) -> None:
     target, draft = tiny_pair
     cfg = config(target, {"model": str(draft)}, placement=placement)
-    plain = in_process(config(target, None, device="cpu"))
+    plain = in_process(config(target, None, device="cpu"), num_logprobs=0)
     replica = Replica.start(cfg)
     try:
         facts = {f["role"]: f for f in replica.describe()["actors"]}
@@ -110,8 +113,9 @@ def test_draft_placements_share_devices_as_asked(
             assert same == (placement == "colocated")
         assert len(replica.describe()["bundles"]) == (2 if placement == "dedicated" else 1)
         assert all(b["GPU"] == 1 for b in replica.describe()["bundles"])
-        got = ask(replica.engine, "a")
-        assert got.ids == plain
+        got = ask(replica.engine, "a", num_logprobs=0)
+        # Other processes, another transport, drafts: the same bits.
+        assert (got.ids, got.logprobs) == (plain.ids, plain.logprobs)
         assert got.last.speculation.num_draft_tokens > 0
         sampled = {"temperature": 0.9, "seed": 4}
         off = ask(replica.engine, "b", speculation_enabled=False, **sampled)

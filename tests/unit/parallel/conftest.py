@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.groups import GroupHost, Rendezvous, TPGroup, join_group
+from parallel.groups import GroupHost, TPGroup, join_group
+from parallel.topology import Rendezvous
 
 MAX_RANKS = 4
 TIMEOUT_S = 120.0

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from actors.assembly import build_in_process, build_lookup_drafter, load_tokenizer
+from actors.assembly import build_in_process
 from actors.draft.actor import DraftActor
 from actors.errors import LoadError
+from actors.preflight import build_lookup_drafter, load_tokenizer
 from actors.protocols import GenerateRequest
 from actors.step_client import SocketStepClient
 from actors.target.actor import TargetActor
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
-from parallel.groups import Rendezvous
+from parallel.topology import Rendezvous
 from parallel.transport.socket import FrameListener, SocketDir
 from specconfig import ConfigError, EngineArgs
 from specconfig.engine import EngineConfig

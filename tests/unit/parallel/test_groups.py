@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 
-from parallel.groups import GroupError, GroupHost, RankGroup, Rendezvous, SingleRank, TPGroup
+from parallel.groups import GroupError, GroupHost, RankGroup, SingleRank, TPGroup
 from parallel.topology import (
     RankIdentity,
+    Rendezvous,
     TopologyError,
     check_unique_devices,
     even_range,

@@ -1,0 +1,148 @@
+"""What is decided before an engine starts, without loading torch: checks, KV sizing, tokenizer.
+
+The verifier's process needs nothing heavier, and its start is part of every start and recovery.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from actors.errors import LoadError
+from actors.kvcache.sizing import KVLayers, KVSizing, size_kv_cache
+from actors.protocols import LookupDrafter
+from specconfig.engine import EngineConfig
+from specconfig.model import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+# Share of the memory still available that KV may take on a CPU when nothing was said.
+_CPU_KV_SHARE = 0.4
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def require_drafter(config: EngineConfig) -> tuple[str, str]:
+    """Module and class of the drafter that the method resolves to, checked to be installed."""
+    qualified = config.drafter_implementation
+    assert qualified is not None and config.speculative is not None
+    module, _, name = qualified.partition(":")
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise LoadError(
+            f"speculative_config.method={config.speculative.method!r} resolves to the drafter "
+            f"{qualified}, which this installation does not contain; installed drafters are under "
+            "actors.draft.drafters"
+        )
+    return module, name
+
+
+def import_drafter(config: EngineConfig) -> Any:
+    """The drafter's class."""
+    module, name = require_drafter(config)
+    return getattr(importlib.import_module(module), name)
+
+
+def build_lookup_drafter(config: EngineConfig) -> LookupDrafter | None:
+    """The drafter that lives in the verifier, or None when the config has none there."""
+    if config.drafter_host != "verifier":
+        return None
+    drafter: LookupDrafter = import_drafter(config).from_config(config)
+    return drafter
+
+
+def check_supported(config: EngineConfig) -> None:
+    """Refuse, before anything is loaded, what this engine does not run."""
+    if config.parallel.data_parallel_size > 1 and config.parallel.enable_expert_parallel:
+        raise LoadError(
+            f"enable_expert_parallel with data_parallel_size={config.parallel.data_parallel_size}:"
+            " experts would be spread over the replicas, whose forwards this version does not "
+            "join; set data_parallel_size: 1 and num_replicas for more replicas, or remove "
+            "enable_expert_parallel"
+        )
+    if config.drafter_host is None:
+        return
+    require_drafter(config)
+    if config.drafter_host == "target":
+        raise LoadError("drafters that run inside the target are not part of this version")
+
+
+def kv_layers(
+    owner: str, model: ModelConfig, device_type: str, num_kv_heads: int | None = None
+) -> KVLayers:
+    """KV geometry of one rank; without `num_kv_heads` from the config alone, a single rank's."""
+    dtype: str = model.dtype
+    if dtype == "auto":
+        dtype = "float32" if device_type == "cpu" else model.checkpoint_dtype
+    return KVLayers(
+        owner,
+        model.num_hidden_layers,
+        num_kv_heads or model.num_key_value_heads,
+        model.head_dim,
+        _ELEMENT_BYTES[dtype],
+    )
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping: the smaller of host and cgroup."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    used = Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
+
+
+def size_kv(
+    config: EngineConfig,
+    device_type: str,
+    free_device_bytes: int | None,
+    num_kv_heads: Mapping[str, int] | None = None,
+) -> KVSizing:
+    """Number of KV blocks for target and draft together, with printable arithmetic.
+
+    `num_kv_heads`: what one rank of "target" and "draft" holds, where that is not all of them.
+
+    Without an explicit budget a CPU takes what `max_num_seqs` requests of full length need, up to
+    a share of the memory that is free; a CUDA device takes `gpu_memory_utilization` of what is
+    free after loading.
+    """
+    heads = num_kv_heads or {}
+    models = [kv_layers("target", config.model, device_type, heads.get("target"))]
+    if config.draft_has_own_kv and config.draft_model is not None:
+        models.append(kv_layers("draft", config.draft_model, device_type, heads.get("draft")))
+    block_size = config.cache.block_size
+    budget = config.cache.kv_cache_memory_bytes
+    if budget is None and free_device_bytes is not None:
+        budget = int(free_device_bytes * config.cache.gpu_memory_utilization)
+    if budget is None:
+        per_token = sum(m.bytes_per_token for m in models)
+        blocks = -(-config.max_model_len // block_size) * config.scheduler.max_num_seqs + 1
+        budget = min(blocks * block_size * per_token, int(available_bytes() * _CPU_KV_SHARE))
+    sizing = size_kv_cache(budget, block_size, models, config.max_model_len)
+    for line in sizing.lines:
+        logger.info("KV cache: %s", line)
+    return sizing
+
+
+def load_tokenizer(config: EngineConfig) -> Any:
+    """The fast tokenizer that decodes output, from the resolved tokenizer location."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            config.model.tokenizer,
+            revision=config.model.tokenizer_revision,
+            trust_remote_code=False,
+        )
+    except Exception as error:
+        raise LoadError(f"cannot load the tokenizer {config.model.tokenizer!r}: {error}") from error
