@@ -159,6 +159,30 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Requests put back to waiting for lack of KV blocks.",
     ),
     MetricSpec(
+        "paceline_dp_unanswered_total",
+        "counter",
+        "num_dp_unanswered",
+        "Steps in which a data-parallel rank did not say its batch size in time.",
+    ),
+    MetricSpec(
+        "paceline_dp_fallbacks_total",
+        "counter",
+        "num_dp_fallbacks",
+        "Times data-parallel ranks gave up agreeing on K and took the static one.",
+    ),
+    MetricSpec(
+        "paceline_dp_dummy_steps_total",
+        "counter",
+        "num_dp_dummy_steps",
+        "Steps without requests, run to keep data-parallel ranks in lockstep.",
+    ),
+    MetricSpec(
+        "paceline_dp_wait_seconds",
+        "histogram",
+        "dp_wait_s",
+        "Time a step waited for the other data-parallel ranks' batch sizes.",
+    ),
+    MetricSpec(
         "paceline_kv_blocks",
         "gauge",
         "kv_blocks",

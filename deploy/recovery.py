@@ -35,7 +35,7 @@ class RecoveryPolicy:
     """
 
     max_losses: int = 3
-    patience_s: float = 120.0
+    patience_s: float = 600.0
     first_delay_s: float = 0.1
     max_delay_s: float = 2.0
 
