@@ -68,6 +68,12 @@ def load_causal_lm(
 
     path = Path(location).expanduser()
     source, gguf = _source(location, path)
+    group = group or SingleRank()
+    if gguf and group.size > 1:
+        raise LoadError(
+            f"{location}: a GGUF file is read whole; for tensor_parallel_size={group.size} use "
+            "the model's safetensors"
+        )
     common: dict[str, Any] = {"revision": revision} if revision else {}
     if gguf:
         common["gguf_file"] = gguf
@@ -89,14 +95,8 @@ def load_causal_lm(
     for key, value in (hf_overrides or {}).items():
         if key != "callable":
             setattr(config, key, value)
-    group = group or SingleRank()
     model: Any
     if group.size > 1:
-        if gguf:
-            raise LoadError(
-                f"{location}: a GGUF file is read whole; for tensor_parallel_size={group.size} "
-                "use the model's safetensors"
-            )
         model = load_shard(
             source,
             config,

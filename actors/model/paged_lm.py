@@ -13,6 +13,7 @@ from actors.errors import LoadError
 from actors.messages import SlotParams, token_array
 from actors.model.attention import PagedCache, native_kernels
 from actors.model.compiled import LayerCompiler, can_compile, fuse_projections
+from actors.model.experts import pack_experts
 from actors.model.inputs import EntryRows, FlatBatch, SlotTables
 from actors.model.linear import pack_linears
 from actors.model.loader import LoadedModel, load_causal_lm, torch_dtype
@@ -66,11 +67,16 @@ class PagedCausalLM:
         if self.compiled:
             fuse_projections(loaded.layers)
         packed, plain = pack_linears(self._model)
+        num_experts_packed = pack_experts(self._model)
+        # Weights stacked in three dimensions are experts of a kind that was not packed.
+        self._has_plain_experts = any(p.dim() == 3 for p in self._model.parameters())
         self.caches: list[PagedCache] = []
         logger.info(
-            "loaded %s: %.0fM parameters, %s on %s, %d linears packed, %d plain, layers %s, %.1f s",
+            "loaded %s: %.0fM parameters, %s on %s, %d linears packed, %d plain, %d expert layers "
+            "packed, layers %s, %.1f s",
             config.model, self.num_parameters / 1e6, self.dtype, device, packed, plain,
-            "compiled" if self.compiled else "eager", time.perf_counter() - started,
+            num_experts_packed, "compiled" if self.compiled else "eager",
+            time.perf_counter() - started,
         )  # fmt: skip
 
     def _decide_compile(self, setting: Literal["auto", "on", "off"]) -> bool:
@@ -137,7 +143,11 @@ class PagedCausalLM:
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a row's bits do not depend on the batch: float32 on CPU with our kernels."""
-        return self._batch_invariant and native_kernels(self.caches[0].keys) is not None
+        return (
+            self._batch_invariant
+            and not self._has_plain_experts
+            and native_kernels(self.caches[0].keys) is not None
+        )
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> Tensor:

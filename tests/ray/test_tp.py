@@ -1,0 +1,147 @@
+"""Tensor-parallel replicas on a real Ray: the tokens of one rank, with every way to draft."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.assembly import build_in_process
+from actors.errors import EngineDead, EngineError, LoadError
+from actors.launch import Replica
+from actors.protocols import GenerateRequest
+from specconfig import EngineArgs
+from specconfig.engine import EngineConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("fake_gpu_ray")]
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+PROMPT = [70, 71, 72, 73] * 6
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0, "seed": 5},
+    "filtered": {"temperature": 0.8, "seed": 6, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+}
+
+
+def config(
+    target: Path, tensor_parallel_size: int, spec: dict[str, Any] | None, k: int = 4, **kw: Any
+) -> EngineConfig:
+    if spec is not None:
+        spec = {"num_speculative_tokens": k, **spec}
+    return EngineArgs(
+        model=str(target),
+        speculative_config=spec,
+        tensor_parallel_size=tensor_parallel_size,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=4,
+        num_threads=1,
+        compile_layers="off",
+        **{"device": "cpu", **kw},
+    ).resolve()
+
+
+def answers(engine: Any, max_tokens: int = 24) -> dict[str, list[int]]:
+    """Output of all laws, in one batch."""
+
+    async def one(name: str, law: dict[str, Any]) -> list[int]:
+        ids: list[int] = []
+        request = GenerateRequest(name, PROMPT, ignore_eos=True, max_tokens=max_tokens, **law)
+        async for run in engine.generate(request):
+            assert run.error is None, run.error
+            ids += run.token_ids
+        return ids
+
+    async def everyone() -> list[list[int]]:
+        return await asyncio.gather(*(one(name, law) for name, law in LAWS.items()))
+
+    return dict(zip(LAWS, asyncio.run(everyone()), strict=True))
+
+
+@contextmanager
+def running(cfg: EngineConfig) -> Iterator[Replica]:
+    replica = Replica.start(cfg)
+    try:
+        yield replica
+    finally:
+        replica.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_pair: tuple[Path, Path]) -> dict[str, list[int]]:
+    """Plain decoding in one process."""
+    engine = build_in_process(config(tiny_pair[0], 1, None), warm_up=False)
+    try:
+        return answers(engine)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("size", "spec"),
+    [(2, NGRAM), (4, {"method": "draft_model"})],
+    ids=["ngram-2", "draft-4-target-4"],
+)
+def test_tokens_of_one_rank(
+    tiny_pair: tuple[Path, Path],
+    expected: dict[str, list[int]],
+    size: int,
+    spec: dict[str, Any],
+) -> None:
+    """All drafters and placements: tests/unit/parallel/test_engine.py, without Ray."""
+    if spec["method"] == "draft_model":
+        spec = {**spec, "model": str(tiny_pair[1])}
+    with running(config(tiny_pair[0], size, spec)) as replica:
+        assert answers(replica.engine) == expected
+        stats = replica.engine.status().stats
+        assert stats["num_draft_tokens"] > 0
+        assert stats["num_draft_losses"] == 0
+        actors = replica.describe()["actors"]
+        ranks = sorted((fact["role"], fact["rank"]) for fact in actors)
+        roles = ["draft", "target"] if spec["method"] == "draft_model" else ["target"]
+        assert ranks == [(role, rank) for role in roles for rank in range(size)]
+
+
+def test_a_lost_rank_ends_the_step_for_all(tiny_pair: tuple[Path, Path]) -> None:
+    with running(config(tiny_pair[0], 2, NGRAM)) as replica:
+        pids = {f["rank"]: f["pid"] for f in replica.describe()["actors"]}
+
+        async def interrupted() -> tuple[float, str | None]:
+            request = GenerateRequest("one", PROMPT, ignore_eos=True, max_tokens=150)
+            killed_at, error = 0.0, None
+            try:
+                async for run in replica.engine.generate(request):
+                    if not killed_at:
+                        os.kill(pids[1], signal.SIGKILL)
+                        killed_at = time.monotonic()
+                    error = run.error
+            except EngineError as raised:
+                error = str(raised)
+            return killed_at, error
+
+        killed_at, error = asyncio.run(interrupted())
+        assert error is not None and "rank" in error
+        assert time.monotonic() - killed_at < 20.0, "no waiting for a timeout"
+        with pytest.raises(EngineDead):
+            replica.check_health()
+
+
+def test_what_does_not_split_is_refused_with_its_name(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_pair[0], tmp_path / "odd")
+    facts = json.loads((model / "config.json").read_text())
+    facts["intermediate_size"] = 129
+    (model / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(LoadError, match=r"intermediate_size=129 does not split over tensor_par"):
+        Replica.start(config(model, 2, None))

@@ -1,0 +1,133 @@
+"""A rank reads its own part of a checkpoint; what cannot be cut is refused with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from actors.errors import LoadError
+from actors.model.loader import load_causal_lm
+from parallel.checkpoint import ShardReader
+from parallel.groups import SingleRank
+from parallel.shard import empty_parameters, plan_shard
+from parallel.topology import TopologyError
+from tests.unit.parallel.test_shard import MOE
+
+CPU = torch.device("cpu")
+
+
+def empty(path: Path, **overrides: Any) -> Any:
+    config = AutoConfig.from_pretrained(path)
+    for key, value in overrides.items():
+        setattr(config, key, value)
+    with empty_parameters():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def stored_bytes(path: Path) -> int:
+    total = 0
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as handle:
+            for key in handle.keys():  # noqa: SIM118
+                tensor = handle.get_tensor(key)
+                total += tensor.numel() * tensor.element_size()
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "overrides", "expert_parallel"),
+    [
+        ("llama", {}, False),
+        ("qwen2", {"tie_word_embeddings": True}, False),
+        ("mixtral", MOE, False),
+        ("mixtral", MOE, True),
+    ],
+)
+def test_bytes_read(
+    family_dir: Callable[..., Path],
+    name: str,
+    overrides: dict[str, Any],
+    expert_parallel: bool,
+    size: int,
+) -> None:
+    """All ranks together read the file once, but for what each holds: norms, routers, shared
+    KV heads."""
+    path = family_dir(name, **overrides)
+    stored, read = stored_bytes(path), 0
+    for rank in range(size):
+        model = empty(path)
+        plan = plan_shard(model, rank, size, expert_parallel=expert_parallel)
+        reader = ShardReader(path, model, torch.float32, CPU)
+        tensors = [
+            reader.read(key, plan.cuts.get(key)) for key in model.state_dict() if key in reader
+        ]
+        reader.close()
+        assert reader.num_bytes_read == sum(t.numel() * t.element_size() for t in tensors)
+        assert reader.num_bytes_read < stored * 1.2 / size
+        read += reader.num_bytes_read
+    assert stored <= read < stored * 1.2
+
+
+def test_refusals_name_the_layer(family_dir: Callable[..., Path]) -> None:
+    llama = family_dir("llama")
+    with pytest.raises(TopologyError, match="intermediate_size=90 does not split over"):
+        plan_shard(empty(llama, intermediate_size=90), 0, 4, expert_parallel=False)
+    with pytest.raises(TopologyError, match=r"num_attention_heads=4 .* use one of \[1, 2, 4\]"):
+        plan_shard(empty(llama), 0, 3, expert_parallel=False)
+    with pytest.raises(TopologyError, match="remove enable_expert_parallel"):
+        plan_shard(empty(llama), 0, 2, expert_parallel=True)
+
+    fused = empty(family_dir("phi3"))
+    fused.tp_plan = {**fused.tp_plan, "model.layers.*.self_attn.qkv_proj": "colwise"}
+    with pytest.raises(TopologyError, match=r"layers\.0\.self_attn\.qkv_proj joins query, key"):
+        plan_shard(fused, 0, 2, expert_parallel=False)
+
+    other = empty(llama)
+    other.tp_plan = {**other.tp_plan, "model.layers.*.self_attn.o_proj": "mla_kv_a_proj"}
+    with pytest.raises(TopologyError, match=r"layers\.0\.self_attn\.o_proj .* 'mla_kv_a_proj'"):
+        plan_shard(other, 0, 2, expert_parallel=False)
+
+    other.tp_plan = {}
+    with pytest.raises(TopologyError, match="names no layers in its tensor parallel plan"):
+        plan_shard(other, 0, 2, expert_parallel=False)
+
+
+def test_experts_without_a_plan_stay_whole_and_say_so(family_dir: Callable[..., Path]) -> None:
+    model = empty(family_dir("mixtral", **MOE))
+    model.tp_plan = {k: v for k, v in model.tp_plan.items() if "experts" not in k}
+    plan = plan_shard(model, 0, 2, expert_parallel=False)
+    assert plan.notes == [
+        "model.layers.*.mlp.experts has no entry in the plan: every rank holds all experts"
+    ]
+    assert not any("experts" in name for name in plan.cuts)
+
+
+class TwoRanks(SingleRank):
+    """As rank 0 of 2, as far as loading goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
+
+
+def test_a_missing_weight_is_named(family_dir: Callable[..., Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = family_dir("llama")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(LoadError, match=r"the checkpoint has no model\.layers\.1\.mlp\.up_proj"):
+        load_causal_lm(str(tmp_path), dtype=torch.float32, device=CPU, group=TwoRanks())
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF")
+    with pytest.raises(LoadError, match="a GGUF file is read whole"):
+        load_causal_lm(str(gguf), dtype=torch.float32, device=CPU, group=TwoRanks())
