@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -67,7 +68,7 @@ class Replica:
         self._generation = 1
         self._nodes = ReplicaNodes(group, placement.shifted(first_bundle), self._generation)
         self._placement = self._nodes.placement
-        self._draft_paths: tuple[str, str] | None = None
+        self._draft_paths: tuple[str, list[str]] | None = None
         self._targets: list[Any] = []
         self._drafts: list[Any] = []
         self._facts: list[dict[str, Any]] = []
@@ -122,10 +123,8 @@ class Replica:
         self._drafts = self._create_drafts()
         meeting = self._meet("target", self._targets)
         draft_meeting = self._meet("draft", self._drafts)
-        draft_parallel = self.config.draft_parallel
         fused_meeting = None
-        is_split = draft_parallel is not None and draft_parallel.tensor_parallel_size > 1
-        if meeting is not None and draft_in_target and is_split:
+        if meeting is not None and draft_in_target and self._is_draft_split:
             # A split draft's shards sit in the target's processes and meet where those do.
             fused_meeting = meeting._replace(role="draft")
         loading = [
@@ -147,7 +146,7 @@ class Replica:
         if self._drafts:
             self._draft_paths = self._nodes.draft_paths()
         draft_path = self._draft_paths[0] if self._draft_paths else None
-        targets = self._connect("target", self._targets, draft_path)
+        targets = self._connect("target", self._targets, [draft_path] * len(self._targets))
         drafts = self._connect_drafts()
         self._client = SocketStepClient(targets, drafts)
         self.engine = VerifierEngine(
@@ -189,13 +188,18 @@ class Replica:
             self._create(DRAFT, place, rank) for rank, place in enumerate(self._placement.drafts)
         ]
 
+    @property
+    def _is_draft_split(self) -> bool:
+        parallel = self.config.draft_parallel
+        return parallel is not None and parallel.tensor_parallel_size > 1
+
     def _meet(self, role: str, actors: list[Any]) -> Rendezvous | None:
         """Where the ranks of a role meet; None for a single one.
 
         Raises:
             LoadError: two of them are on one device.
         """
-        if len(actors) < 2:
+        if len(actors) < 2 or (role == "draft" and not self._is_draft_split):
             return None
         identities = _call([actor.call.remote("identify") for actor in actors])
         try:
@@ -219,13 +223,15 @@ class Replica:
         device_type = targets[0]["device"].partition(":")[0]
         return size_kv(self.config, device_type, min(free, default=None), heads)
 
-    def _connect(self, role: str, actors: list[Any], draft_path: str | None) -> list[FrameSocket]:
+    def _connect(
+        self, role: str, actors: list[Any], draft_paths: Sequence[str | None]
+    ) -> list[FrameSocket]:
         """Start the step loops of `role`; its connections, the one with rank 0 first."""
         places = self._placement.targets if role == "target" else self._placement.drafts
         paths = self._nodes.open(role, places)
         loops = [
             actor.call.remote("loop", path, draft_path, self._generation)
-            for actor, path in zip(actors, paths, strict=True)
+            for actor, path, draft_path in zip(actors, paths, draft_paths, strict=True)
         ]
         try:
             accepted = self._nodes.accept_all(places, CONNECT_TIMEOUT_S)

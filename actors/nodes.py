@@ -89,19 +89,22 @@ class ReplicaNodes:
 
     # --- drafts -------------------------------------------------------------------------------
 
-    def draft_paths(self) -> tuple[str, str]:
-        """(where target rank 0 listens for drafts, what draft rank 0 connects to)."""
-        target, draft = self._node(self.placement.targets[0]), self._node(self.placement.drafts[0])
+    def draft_paths(self) -> tuple[str, list[str]]:
+        """(where target rank 0 listens for drafts, what each draft rank connects to)."""
+        target = self._node(self.placement.targets[0])
         if target == self.home:
             listens_at = self._sockets.socket_path("drafts")
         else:
             listens_at = ray.get(
                 self._relay(target).socket_path.remote("drafts"), timeout=_CALL_TIMEOUT_S
             )
-        if target == draft:
-            return listens_at, listens_at
-        address = self._call(target, "export", listens_at, self._generation)
-        return listens_at, self._call(draft, "reach", address, self._generation)
+        nodes = [self._node(place) for place in self.placement.drafts]
+        paths = {target: listens_at}
+        if set(nodes) - {target}:
+            address = self._call(target, "export", listens_at, self._generation)
+            for node in set(nodes) - {target}:
+                paths[node] = self._call(node, "reach", address, self._generation)
+        return listens_at, [paths[node] for node in nodes]
 
     def _call(self, node: str, method: str, *args: Any) -> Any:
         """Call a relay; on the verifier's node, where none is needed otherwise, one in here."""

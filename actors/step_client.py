@@ -314,31 +314,87 @@ class DraftReceiver:
 
 
 class ReconnectingDrafts:
-    """A `DraftSource` that takes over the next draft process once the last one was lost.
+    """A `DraftSource` that takes over the next draft processes once the last ones were lost.
 
     The verifier plans no draft work until a rebuilt draft process serves, so a plan that asks for
     drafts means that its connection is there or about to be.
+
+    Args:
+        listener: Where draft processes connect.
+        connect_timeout_s: For each to connect.
+        step_timeout_s: For the drafts of a step.
+        num_shares: Processes among which the requests are divided by slot. One that is lost takes
+            the others with it.
     """
 
     def __init__(
-        self, listener: FrameListener, connect_timeout_s: float = 10.0, step_timeout_s: float = 30.0
+        self,
+        listener: FrameListener,
+        connect_timeout_s: float = 10.0,
+        step_timeout_s: float = 30.0,
+        num_shares: int = 1,
     ) -> None:
         self._listener = listener
         self._connect_timeout_s = connect_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._receiver: DraftReceiver | None = None
+        self._num_shares = num_shares
+        self._receivers: dict[int, DraftReceiver] = {}
 
     def __call__(self, plan: StepPlan) -> tuple[DraftTokens | None, str | None]:
-        if self._receiver is None:
+        while len(self._receivers) < self._num_shares:
             try:
-                connection, _ = self._listener.accept(self._connect_timeout_s)
+                connection, hello = self._listener.accept(self._connect_timeout_s)
             except TransportError as error:
+                self._drop()
                 return None, f"no draft process connected: {error}"
-            self._receiver = DraftReceiver(connection, self._step_timeout_s)
-        drafts, lost = self._receiver(plan)
-        if lost is not None:
-            self._receiver = None
-        return drafts, lost
+            self._receivers[hello.rank] = DraftReceiver(connection, self._step_timeout_s)
+        parts: list[DraftTokens] = []
+        for rank in sorted(self._receivers):
+            drafts, lost = self._receivers[rank](plan)
+            if drafts is None:
+                self._drop()
+                return None, lost
+            parts.append(drafts)
+        return merge_shares(plan, parts), None
+
+    def _drop(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers = {}
+
+
+class DraftShare:
+    """One of several whole drafts: drafts for its own slots and follows the tables of all."""
+
+    def __init__(self, draft: DraftHostLike, share: int, num_shares: int) -> None:
+        self._draft = draft
+        self._share = share
+        self._num_shares = num_shares
+
+    def run(self, plan: StepPlan) -> DraftTokens:
+        own = tuple(e for e in plan.draft if e.slot % self._num_shares == self._share)
+        return self._draft.run(replace(plan, draft=own))
+
+
+def merge_shares(plan: StepPlan, parts: Sequence[DraftTokens]) -> DraftTokens:
+    """The drafts of all shares, in the plan's order."""
+    if len(parts) == 1:
+        return parts[0]
+    taken = [0] * len(parts)
+    begins = [0] * len(parts)
+    counts: list[int] = []
+    token_ids: list[int] = []
+    for entry in plan.draft:
+        if entry.num_drafts == 0:
+            continue
+        share = entry.slot % len(parts)
+        count = int(parts[share].counts[taken[share]])
+        begin = begins[share]
+        token_ids += parts[share].token_ids[begin : begin + count].tolist()
+        counts.append(count)
+        taken[share] += 1
+        begins[share] += count
+    return DraftTokens(plan.step, token_array(token_ids), token_array(counts))
 
 
 def draft_handler(

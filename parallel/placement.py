@@ -80,6 +80,18 @@ def pack_strategy(config: EngineConfig) -> str:
     return "STRICT_PACK" if config.parallel.strict_pack else "PACK"
 
 
+def num_draft_shares(config: EngineConfig) -> int:
+    """Processes that hold a whole draft each and divide the requests among them by slot.
+
+    An unsplit draft beside a split target would leave all devices but one idle while it drafts.
+    """
+    parallel = config.draft_parallel
+    is_whole = parallel is not None and parallel.tensor_parallel_size == 1
+    if is_whole and config.draft_placement == "colocated":
+        return config.parallel.tensor_parallel_size
+    return 1
+
+
 def place_replica(config: EngineConfig, *, use_gpus: bool) -> ReplicaPlacement:
     """Bundles and shares for `config`.
 
@@ -90,7 +102,9 @@ def place_replica(config: EngineConfig, *, use_gpus: bool) -> ReplicaPlacement:
     is_dedicated = has_draft_process and config.draft_placement == "dedicated"
     num_targets = config.parallel.tensor_parallel_size
     draft_parallel = config.draft_parallel
-    num_drafts = draft_parallel.tensor_parallel_size if has_draft_process and draft_parallel else 0
+    num_drafts = 0
+    if has_draft_process and draft_parallel is not None:
+        num_drafts = max(draft_parallel.tensor_parallel_size, num_draft_shares(config))
     gpu = 1.0 if use_gpus else 0.0
     shares_device = has_draft_process and not is_dedicated
     target_gpu = gpu * (config.runtime.target_gpu_fraction if shares_device else 1.0)

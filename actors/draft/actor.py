@@ -10,9 +10,11 @@ import ray
 import torch
 
 from actors.assembly import build_draft_host, resolve_device
+from actors.protocols import DraftHostLike
 from actors.rank import rank_identity
-from actors.step_client import draft_handler, serve_steps
+from actors.step_client import DraftShare, draft_handler, serve_steps
 from parallel.groups import GroupHost, SingleRank, TPGroup, join_group
+from parallel.placement import num_draft_shares
 from parallel.topology import RankIdentity, Rendezvous
 from parallel.transport.socket import FrameSocket
 from specconfig.engine import EngineConfig
@@ -66,18 +68,25 @@ class DraftActor:
         self._draft.warm_up()
 
     def loop(self, path: str, target_path: str, generation: int) -> None:
-        """Serve steps; rank 0 sends the drafts to target rank 0, listening at `target_path`."""
+        """Serve steps; drafts go to target rank 0, listening at `target_path`: rank 0's where the
+        draft is split, everyone's own share where each rank holds a whole draft."""
         pid = os.getpid()
+        num_shares = num_draft_shares(self._config)
+        draft: DraftHostLike = self._draft
         targets = []
-        if self._rank == 0:
+        if num_shares > 1:
+            draft = DraftShare(self._draft, self._rank, num_shares)
+        if self._rank == 0 or num_shares > 1:
             targets.append(
-                FrameSocket.connect(target_path, "draft", 0, generation, pid, CONNECT_TIMEOUT_S)
+                FrameSocket.connect(
+                    target_path, "draft", self._rank, generation, pid, CONNECT_TIMEOUT_S
+                )
             )
         connection = FrameSocket.connect(
             path, "draft", self._rank, generation, pid, CONNECT_TIMEOUT_S
         )
         try:
-            serve_steps(connection, draft_handler(self._draft, targets))
+            serve_steps(connection, draft_handler(draft, targets))
         finally:
             connection.close()
             for target in targets:

@@ -16,6 +16,7 @@ from actors.step_client import DraftSource, ReconnectingDrafts, serve_steps, tar
 from actors.target.drafts import FusedRank, HostedDrafts, SharedDrafts
 from actors.target.runner import TargetRunner
 from parallel.groups import GroupHost, SingleRank, TPGroup, join_group
+from parallel.placement import num_draft_shares
 from parallel.topology import RankIdentity, Rendezvous
 from parallel.transport.socket import FrameListener, FrameSocket
 from specconfig.engine import EngineConfig
@@ -124,7 +125,9 @@ class TargetActor:
         self, listener: FrameListener | None, *, has_draft_process: bool
     ) -> tuple[TargetRunnerLike, DraftSource | None]:
         """The rank as the step sees it, and where its drafts come from."""
-        source: DraftSource | None = ReconnectingDrafts(listener) if listener else None
+        source: DraftSource | None = None
+        if listener is not None:
+            source = ReconnectingDrafts(listener, num_shares=num_draft_shares(self._config))
         if self._group.size == 1:
             if self._draft is not None:
                 return FusedTarget(self._target, self._draft), None

@@ -20,6 +20,7 @@ from actors.step_client import SocketStepClient
 from actors.target.actor import TargetActor
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
+from parallel.placement import place_replica
 from parallel.topology import Rendezvous
 from parallel.transport.socket import FrameListener, SocketDir
 from specconfig import ConfigError, EngineArgs
@@ -82,7 +83,7 @@ def serve_rank(
     target.load(has_draft["fused"], meetings["target"], meetings["fused"])
     actors: list[Any] = [target]
     draft_meeting = meetings["draft"]
-    if has_draft["process"] and (draft_meeting is not None or rank == 0):
+    if has_draft["process"]:
         actors.append(DraftActor(config_json, rank))
         actors[1].load(draft_meeting)
     for actor in actors:
@@ -112,7 +113,7 @@ def running(ranks: Ranks, cfg: EngineConfig) -> Iterator[VerifierEngine]:
         "fused": ranks.meeting("draft", size) if is_split and is_fused else None,
     }
     has_draft = {"fused": is_fused, "process": bool(draft_size) and not is_fused}
-    num_drafts = draft_size if has_draft["process"] else 0
+    num_drafts = len(place_replica(cfg, use_gpus=False).drafts)
     sockets = SocketDir()
     listener = FrameListener(sockets.socket_path("verifier"), 1)
     paths = {"verifier": listener.path, "draft": sockets.socket_path("drafts")}
