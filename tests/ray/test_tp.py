@@ -112,6 +112,26 @@ def test_tokens_of_one_rank(
         assert ranks == [(role, rank) for role in roles for rank in range(size)]
 
 
+def test_a_draft_on_each_device_is_lost_and_rebuilt_as_one(
+    tiny_pair: tuple[Path, Path], expected: dict[str, list[int]]
+) -> None:
+    """Target TP 2, draft TP 1: two whole drafts that divide the requests by slot."""
+    spec = {"method": "draft_model", "model": str(tiny_pair[1]), "draft_tensor_parallel_size": 1}
+    with running(config(tiny_pair[0], 2, spec)) as replica:
+        assert answers(replica.engine) == expected
+        pids = {f["rank"]: f["pid"] for f in replica.describe()["actors"] if f["role"] == "draft"}
+        assert sorted(pids) == [0, 1]
+        os.kill(pids[1], signal.SIGKILL)
+        assert answers(replica.engine) == expected
+        deadline = time.monotonic() + 120.0
+        while replica.describe()["num_draft_rebuilds"] < 1 or replica.engine.status().draft_lost:
+            assert time.monotonic() < deadline, "the drafts were not rebuilt"
+            time.sleep(0.2)
+        before = replica.engine.status().stats["num_draft_tokens"]
+        assert answers(replica.engine) == expected
+        assert replica.engine.status().stats["num_draft_tokens"] > before
+
+
 def test_a_lost_rank_ends_the_step_for_all(tiny_pair: tuple[Path, Path]) -> None:
     with running(config(tiny_pair[0], 2, NGRAM)) as replica:
         pids = {f["rank"]: f["pid"] for f in replica.describe()["actors"]}
