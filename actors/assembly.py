@@ -27,15 +27,11 @@ from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
 
 
-class ModelHost(Protocol):
-    """What target runner and draft drafters have in common for start-up."""
+class DraftModelHost(Protocol):
+    """A drafter that runs in a draft process."""
 
     def allocate(self, num_blocks: int) -> None: ...
     def warm_up(self) -> None: ...
-
-
-class DraftModelHost(ModelHost, Protocol):
-    """A drafter that runs in a draft process."""
 
     @property
     def num_kv_heads(self) -> int:

@@ -13,73 +13,44 @@ from __future__ import annotations
 
 import torch
 
-from actors.acceptance.shard import VerifierShard
 from actors.errors import LoadError
 from actors.messages import DraftEntry, DraftTokens, StepPlan, token_array
-from actors.model.inputs import EntryRows, SlotTables
-from actors.model.paged_lm import PagedCausalLM
+from actors.model.inputs import EntryRows
+from actors.model_host import ModelHost
 from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(ModelHost):
     """One draft rank without Ray; lives as a target runner does: load, allocate, warm up, run."""
 
     def __init__(
         self, config: EngineConfig, device: torch.device, group: TPGroup | None = None
     ) -> None:
-        if config.draft_model is None:
+        spec, parallel = config.speculative, config.draft_parallel
+        if config.draft_model is None or spec is None:
             raise LoadError("speculative_config has no draft model")
-        self.config = config
-        self.device = device
-        # Ids past the shared vocabulary mean nothing to the target; positions past the draft's
-        # own context are not fed: there the target goes on alone.
-        spec = config.speculative
-        self._vocab_size = (spec.shared_vocab_size if spec else None) or config.model.vocab_size
-        self._max_len = config.draft_max_model_len or config.max_model_len
-        self.model = PagedCausalLM(
+        super().__init__(
+            config,
             config.draft_model,
-            device=device,
-            max_positions=config.max_model_len + config.num_lookahead_tokens + 1,
-            compile_layers=config.runtime.compile_layers,
-            batch_invariant=config.runtime.batch_invariant,
-            group=group,
-            expert_parallel=bool(
-                config.draft_parallel and config.draft_parallel.enable_expert_parallel
-            ),
+            # Ids past the shared vocabulary mean nothing to the target.
+            spec.shared_vocab_size or config.model.vocab_size,
+            device,
+            group,
+            expert_parallel=bool(parallel and parallel.enable_expert_parallel),
+            steady_rows=2,  # the last draft and the bonus token after full acceptance
         )
-        self._shard = VerifierShard(self.model.group, self.model.vocab, self._vocab_size)
-        self._tables = self._new_tables()
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads that this rank caches, in the layer that has most."""
-        return self.model.num_kv_heads
-
-    def _new_tables(self) -> SlotTables:
-        return SlotTables(
-            self.config.scheduler.max_num_seqs,
-            self.config.max_model_len,
-            self.config.num_lookahead_tokens,
-            self.config.cache.block_size,
-        )
-
-    def allocate(self, num_blocks: int) -> None:
-        """Create the draft's KV tensors for the target's block ids."""
-        self.model.allocate(num_blocks, self.config.cache.block_size)
-
-    def warm_up(self) -> None:
-        """Run the shapes of steady drafting once."""
-        self.model.warm_up(self._new_tables(), 2)
+        # Positions past the draft's own context are not fed: there the target goes on alone.
+        self._max_len = config.draft_max_model_len or config.max_model_len
 
     def run(self, plan: StepPlan) -> DraftTokens:
         """Feed every draft entry, then draft for those that ask."""
-        self._tables.apply(plan.admissions, plan.blocks)
+        self.take(plan)
         asking = [entry for entry in plan.draft if entry.num_drafts > 0]
         drafted: list[list[int]] = [[] for _ in asking]
         # Position of each entry's next token to feed, its known tokens being fed first.
         ends = [entry.start + len(entry.token_ids) for entry in asking]
-        fed = self._sample([self._fed_rows(entry) for entry in plan.draft])
+        fed = self._draw([self._fed_rows(entry) for entry in plan.draft])
         drafting = [i for i, end in enumerate(ends) if end <= self._max_len]
         for i, token in zip(drafting, fed, strict=True):
             drafted[i].append(token)
@@ -93,7 +64,7 @@ class DraftModelDrafter:
                 EntryRows(asking[i].slot, ends[i] + k - 1, token_array([drafted[i][-1]]), 1)
                 for i in drafting
             ]
-            for i, token in zip(drafting, self._sample(rows), strict=True):
+            for i, token in zip(drafting, self._draw(rows), strict=True):
                 drafted[i].append(token)
         # An invalid sample (NaN logits) ends a run: a draft that cannot be fed is no draft.
         runs = [[token for token in run if token >= 0] for run in drafted]
@@ -108,12 +79,11 @@ class DraftModelDrafter:
         wants = entry.num_drafts > 0 and len(entry.token_ids) <= room
         return EntryRows(entry.slot, entry.start, entry.token_ids[:room], int(wants))
 
-    def _sample(self, entries: list[EntryRows]) -> list[int]:
+    def _draw(self, entries: list[EntryRows]) -> list[int]:
         entries = [entry for entry in entries if len(entry.token_ids)]
         if not entries:
             return []
-        batch = self._tables.flatten(entries, self.device)
-        sampled = self._shard.sample(self.model.forward(batch), batch.rows).sampled
+        sampled = self.sample(entries).sampled
         if self.model.group.size > 1:
             # What is fed next must be one thing everywhere, so it comes from one rank.
             sent = torch.from_numpy(sampled).to(self.device)

@@ -1,0 +1,78 @@
+"""A model in a compute process: what target runner and draft model share besides the weights."""
+
+from __future__ import annotations
+
+import torch
+
+from actors.acceptance.shard import VerifierShard
+from actors.messages import StepPlan
+from actors.model.inputs import EntryRows, SlotTables
+from actors.model.paged_lm import PagedCausalLM
+from actors.sampling import Samples
+from parallel.groups import TPGroup
+from specconfig.engine import EngineConfig
+from specconfig.model import ModelConfig
+
+
+class ModelHost:
+    """Weights, KV and slot tables of one model. `allocate`, `warm_up`, then `take` and `sample`.
+
+    With a `group` of several ranks each does so at the same time, with the same plans.
+    `steady_rows`: the most rows one request has in a step once its prompt is done.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        vocab_size: int,
+        device: torch.device,
+        group: TPGroup | None,
+        *,
+        expert_parallel: bool,
+        steady_rows: int,
+    ) -> None:
+        self.config = config
+        self._steady_rows = steady_rows
+        self.device = device
+        self.model = PagedCausalLM(
+            model,
+            device=device,
+            max_positions=config.max_model_len + config.num_lookahead_tokens + 1,
+            compile_layers=config.runtime.compile_layers,
+            batch_invariant=config.runtime.batch_invariant,
+            group=group,
+            expert_parallel=expert_parallel,
+        )
+        self._shard = VerifierShard(self.model.group, self.model.vocab, vocab_size)
+        self._tables = self._new_tables()
+
+    def _new_tables(self) -> SlotTables:
+        return SlotTables(
+            self.config.scheduler.max_num_seqs,
+            self.config.max_model_len,
+            self.config.num_lookahead_tokens,
+            self.config.cache.block_size,
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Create the KV tensors, block 0 (padding) included."""
+        self.model.allocate(num_blocks, self.config.cache.block_size)
+
+    def warm_up(self) -> None:
+        """Run the shapes of steady decoding once: compiles layers and prepares kernels."""
+        self.model.warm_up(self._new_tables(), self._steady_rows)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that this rank caches, in the layer that has most."""
+        return self.model.num_kv_heads
+
+    def take(self, plan: StepPlan) -> None:
+        """Follow the plan's admissions and block tables."""
+        self._tables.apply(plan.admissions, plan.blocks)
+
+    def sample(self, entries: list[EntryRows]) -> Samples:
+        """One forward over `entries` (at least one row), a sample per logits row."""
+        batch = self._tables.flatten(entries, self.device)
+        return self._shard.sample(self.model.forward(batch), batch.rows)
