@@ -22,7 +22,7 @@ from actors.kvcache.sizing import KVSizing
 from actors.nodes import ReplicaNodes
 from actors.preflight import build_lookup_drafter, check_supported, load_tokenizer, size_kv
 from actors.protocols import GangLike
-from actors.shell import DRAFT, TARGET, RoleActor
+from actors.shell import Draft, RoleShell, Target
 from actors.step_client import SocketStepClient
 from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
@@ -118,7 +118,7 @@ class Replica:
         started = time.perf_counter()
         draft_in_target = self.config.drafter_host == "draft" and self._placement.is_fused
         self._targets = [
-            self._create(TARGET, place, rank) for rank, place in enumerate(self._placement.targets)
+            self._create(Target, place, rank) for rank, place in enumerate(self._placement.targets)
         ]
         self._drafts = self._create_drafts()
         meeting = self._meet("target", self._targets)
@@ -166,7 +166,7 @@ class Replica:
             time.perf_counter() - loaded,
         )
 
-    def _create(self, role: str, place: RolePlacement, rank: int) -> Any:
+    def _create(self, role: type[RoleShell], place: RolePlacement, rank: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group,
             placement_group_bundle_index=place.bundle,
@@ -181,11 +181,11 @@ class Replica:
             "max_concurrency": 2,
             "runtime_env": {"env_vars": compute_environment(self.config.runtime.num_threads)},
         }
-        return ray.remote(RoleActor).options(**options).remote(role, self.config.to_json(), rank)
+        return ray.remote(role).options(**options).remote(self.config.to_json(), rank)
 
     def _create_drafts(self) -> list[Any]:
         return [
-            self._create(DRAFT, place, rank) for rank, place in enumerate(self._placement.drafts)
+            self._create(Draft, place, rank) for rank, place in enumerate(self._placement.drafts)
         ]
 
     @property

@@ -217,7 +217,10 @@ def ngram(options: argparse.Namespace) -> dict[str, Any]:
     engine = build_in_process(config, tokenizer=tokenizer)
     result: dict[str, Any] = {}
     n = options.new_tokens
+    chosen = options.categories.split(",") if options.categories else None
     for category, texts in by_category(options.spec_bench, options.per_category).items():
+        if chosen is not None and category not in chosen:
+            continue
         plain_s = ngram_s = plain_decode = ngram_decode = 0.0
         accepted = drafts = count = 0
         for text in texts:
@@ -368,6 +371,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--suites", default="steps,generate,neighbour,ngram,invariance,actors")
     parser.add_argument("--spec-bench", type=Path, help="spec_bench.jsonl; default: own prompts")
     parser.add_argument("--per-category", type=int, default=3, help="prompts a category, 0 = all")
+    parser.add_argument("--categories", help="only these of the ngram suite, comma-separated")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--threads", type=int, default=None)
