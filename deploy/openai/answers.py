@@ -7,6 +7,7 @@ Both build plain dicts: a pydantic model per chunk would cost more than the chun
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from deploy.text import TokenBytes
 Json = dict[str, Any]
 
 
-class Answer:
+class Answer(ABC):
     """One answer in the making."""
 
     whole_object: ClassVar[str]
@@ -42,17 +43,17 @@ class Answer:
         """Chunks before the first run."""
         return []
 
-    def _delta(self, text: str) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def _delta(self, text: str) -> Json: ...
 
-    def _end_delta(self) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def _end_delta(self) -> Json: ...
 
-    def _message(self, text: str) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def _message(self, text: str) -> Json: ...
 
-    def _logprobs(self, output: RunOutput) -> Json | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _logprobs(self, output: RunOutput) -> Json | None: ...
 
     # What is the same -----------------------------------------------------------------------
 

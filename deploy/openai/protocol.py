@@ -8,6 +8,7 @@ open servers call them.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -51,7 +52,7 @@ class Message(Strict):
     refusal: str | None = None
 
 
-class Sampling(Strict):
+class Sampling(Strict, ABC):
     """What chat and plain completions share."""
 
     table: ClassVar[Mapping[str, tuple[unsupported.Neutral, str]]]
@@ -104,19 +105,19 @@ class Sampling(Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    @abstractmethod
     def limit(self) -> int | None:
         """Largest number of output tokens; None up to the context's end."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int:
         """-1 none, 0 the sampled token's only, n > 0 the n most likely too."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def logprobs_field(self) -> str:
         """The field that asks for the most likely tokens, for error messages."""
-        raise NotImplementedError
 
 
 class ApiFault(ValueError):
