@@ -4,7 +4,7 @@ Target, draft and verifier share the cores and take turns, so each compute proce
 them. What must not happen is one process's threads spinning at a barrier while another computes:
 with OpenMP's default (spin for milliseconds) a busy neighbour made steps 16 to 30 times slower. A
 bounded spin keeps the fast hand-over of a quiet machine and gives the core back soon after.
-Values and measurements: docs/adr/0009 and benchmarks/threads.py.
+Values and measurements: docs/adr/0009; measure with `benchmarks.run --suites neighbour`.
 """
 
 from __future__ import annotations

@@ -251,7 +251,6 @@ def _attention_interface(
         _discovered.append(KVGeometry(module, key.shape[1], key.shape[3]))
         return torch.zeros_like(query).transpose(1, 2), None
     cache: PagedCache = module.paged_cache  # type: ignore[assignment]
-    # The query is [1, heads, T, D] seen through a transpose of [1, T, heads, D]; RoPE made it new.
     out = torch.ops.paceline.paged_attention(
         query, key, value, cache.keys, cache.values, query_start, seq_lens, block_table, slots,
         query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0,

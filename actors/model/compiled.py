@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from actors.model.linear import PackedLinear
+from actors.model.linear import PackedLinear, can_pack
 
 # Sizes of the tracing example: rows, requests and requests + 1 are numbers that are no dimension
 # of a model, so that symbolic dimensions are told apart by value.
@@ -159,8 +159,6 @@ _FUSIBLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def fuse_projections(layers: Sequence[nn.Module]) -> None:
     """Pack q, k, v and gate, up weights as one matrix each. Only worth it for compiled layers:
     run eagerly, each slice would compute the whole product."""
-    from actors.model.linear import can_pack
-
     for layer in layers:
         for module in list(layer.modules()):
             for names in _FUSIBLE:
@@ -184,10 +182,6 @@ class LayerCompiler:
 
     def __init__(self) -> None:
         self._graphs: dict[Any, Callable[..., Any]] = {}
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
 
     def install(self, layers: Sequence[nn.Module]) -> None:
         """Route each layer's forward through its graph. The first call of each kind compiles."""
