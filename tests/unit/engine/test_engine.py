@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -713,42 +714,47 @@ def test_a_full_queue_refuses_with_both_numbers(engines):
 
 
 def test_async_streams_from_several_event_loops_and_cancel(engines):
-    engine = engines(3, fakes.mixed(SCRIPT))
+    # A request whose prompt starts with one of these stands still after its first tokens, until
+    # its gate opens: whoever cancels it finds it waiting.
+    gates = {first: threading.Event() for first in (40, 41, 42)}
 
-    async def collect(rid, limit=None):
+    def script(history):
+        if history[0] in gates and len(history) > len(PROMPT) + 8:
+            assert gates[history[0]].wait(20)
+        return SCRIPT(history)
+
+    engine = engines(3, fakes.mixed(SCRIPT), script=script)
+
+    async def collect(rid, prompt=PROMPT, limit=None, on_run=lambda: None):
         tokens = []
-        stream = engine.generate(fakes.request(rid, PROMPT, max_tokens=40))
+        stream = engine.generate(fakes.request(rid, prompt, max_tokens=40))
         async for out in stream:
             tokens += out.token_ids
+            on_run()
             if limit is not None and len(tokens) >= limit:
                 await stream.aclose()
                 break
         return tokens
 
-    async def scenario(name):
-        whole, cut = await asyncio.gather(collect(f"{name}-a"), collect(f"{name}-b", limit=5))
-        task = asyncio.create_task(collect(f"{name}-c"))
-        await asyncio.sleep(0.001)
+    async def scenario(first):
+        whole, cut = await asyncio.gather(collect(f"{first}-a"), collect(f"{first}-b", limit=5))
+        started = asyncio.Event()
+        task = asyncio.create_task(collect(f"{first}-c", [first, *PROMPT[1:]], on_run=started.set))
+        await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        gates[first].set()
         return whole, cut
 
     expected = fakes.plain(SCRIPT, PROMPT, 40)
-    results = []
-    threads = [
-        threading.Thread(target=lambda i=i: results.append(asyncio.run(scenario(f"t{i}"))))
-        for i in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(results) == 3
+    with ThreadPoolExecutor(len(gates)) as pool:
+        results = list(pool.map(lambda first: asyncio.run(scenario(first)), gates, timeout=60))
     for whole, cut in results:
         assert whole == expected and cut == expected[: len(cut)]
     wait_idle(engine)
-    assert engine.stats.num_requests["stop"] + engine.stats.num_requests["length"] >= 3
+    ends = engine.stats.num_requests
+    assert ends["stop"] + ends["length"] >= 3 and ends["abort"] >= 3
 
 
 def test_a_consumers_closed_event_loop_ends_its_request(engines):
