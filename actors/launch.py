@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -127,8 +127,10 @@ class Replica:
         if meeting is not None and draft_in_target and self._is_draft_split:
             # A split draft's shards sit in the target's processes and meet where those do.
             fused_meeting = meeting._replace(role="draft")
+        replica, num_replicas = self._expert_seat
         loading = [
-            t.call.remote("load", draft_in_target, meeting, fused_meeting) for t in self._targets
+            t.call.remote("load", draft_in_target, meeting, fused_meeting, replica, num_replicas)
+            for t in self._targets
         ] + [d.call.remote("load", draft_meeting) for d in self._drafts]
         # Its import takes a while too: let it run beside the actors' loading.
         tokenizer = load_tokenizer(self.config)
@@ -137,6 +139,8 @@ class Replica:
         sizing = self._size_kv()
         self._num_blocks = sizing.num_blocks
         _call([a.call.remote("allocate", sizing.num_blocks) for a in self._targets + self._drafts])
+        if num_replicas > 1:
+            self._join_replicas()
         warm = _call([a.call.remote("warm_up") for a in self._targets + self._drafts])
         if self.config.runtime.batch_invariant and not all(warm[: len(self._targets)]):
             logger.warning(
@@ -211,6 +215,34 @@ class Replica:
         host = "127.0.0.1" if is_one_node else identities[0].node_ip
         self._num_meetings += 1
         return Rendezvous(host, port, role, len(actors), self._num_meetings)
+
+    @property
+    def _expert_seat(self) -> tuple[int, int]:
+        """(index, number) of this replica among those over which experts are spread."""
+        if self._gang is None or not self.config.parallel.experts_span_replicas:
+            return 0, 1
+        return self._gang.rank, self.config.parallel.data_parallel_size
+
+    def _join_replicas(self) -> None:
+        """Every target rank meets its like in the other replicas, once all have loaded."""
+        gang = self._gang
+        assert gang is not None
+        body: bytes | None = None
+        if gang.rank == 0:
+            identity, port = _call(
+                [self._targets[0].call.remote(m) for m in ("identify", "open_rendezvous")]
+            )
+            body = f"{identity.node_ip} {port}".encode()
+        try:
+            host, _, port = gang.share(body, LOAD_TIMEOUT_S).decode().partition(" ")
+            size = self.config.parallel.data_parallel_size
+            meeting = Rendezvous(host, int(port), "experts", size, self._generation)
+            _call(
+                [t.call.remote("join_replicas", meeting, gang.rank) for t in self._targets],
+                gang.check,
+            )
+        except TransportError as error:
+            raise WorkerLost(f"data-parallel rank {gang.rank}: {error}") from error
 
     def _size_kv(self) -> KVSizing:
         """KV blocks that fit every rank: the same ids are used on all of them."""
@@ -312,18 +344,21 @@ class Replica:
             remove_placement_group(self._group)
 
 
-def _call(refs: list[Any]) -> list[Any]:
+def _call(refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
     """Results of actor calls; the first failure is raised as what it was in the actor.
 
     First in time: ranks that wait for the failed one would only say that it did not come.
+    `check` is called now and then meanwhile; what it raises ends the wait.
     """
     deadline = time.monotonic() + LOAD_TIMEOUT_S
     pending = list(refs)
     try:
         while pending:
             left = max(deadline - time.monotonic(), 0.0)
-            done, pending = ray.wait(pending, timeout=left)
-            if not done:
+            done, pending = ray.wait(pending, timeout=left if check is None else min(left, 1.0))
+            if check is not None:
+                check()
+            if not done and left == 0.0:
                 raise LoadError(f"{len(pending)} actors did not answer in {LOAD_TIMEOUT_S:g} s")
             ray.get(done)
         return list(ray.get(refs))

@@ -9,6 +9,7 @@ from actors.messages import StepPlan
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
 from actors.sampling import Samples
+from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
 from specconfig.model import ModelConfig
@@ -29,7 +30,7 @@ class ModelHost:
         device: torch.device,
         group: TPGroup | None,
         *,
-        expert_parallel: bool,
+        experts: ExpertShare | None,
         steady_rows: int,
     ) -> None:
         self.config = config
@@ -42,7 +43,7 @@ class ModelHost:
             compile_layers=config.runtime.compile_layers,
             batch_invariant=config.runtime.batch_invariant,
             group=group,
-            expert_parallel=expert_parallel,
+            experts=experts,
         )
         self._shard = VerifierShard(self.model.group, self.model.vocab, vocab_size)
         self._tables = self._new_tables()

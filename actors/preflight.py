@@ -59,13 +59,6 @@ def build_lookup_drafter(config: EngineConfig) -> LookupDrafter | None:
 
 def check_supported(config: EngineConfig) -> None:
     """Refuse, before anything is loaded, what this engine does not run."""
-    if config.parallel.data_parallel_size > 1 and config.parallel.enable_expert_parallel:
-        raise LoadError(
-            f"enable_expert_parallel with data_parallel_size={config.parallel.data_parallel_size}:"
-            " experts would be spread over the replicas, whose forwards this version does not "
-            "join; set data_parallel_size: 1 and num_replicas for more replicas, or remove "
-            "enable_expert_parallel"
-        )
     if config.drafter_host is None:
         return
     require_drafter(config)

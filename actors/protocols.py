@@ -51,6 +51,13 @@ class GangLike(Protocol):
     """The other data-parallel ranks, as the step loop sees them (`parallel.data_parallel`)."""
 
     num_unanswered: int
+    rank: int
+
+    def share(self, value: bytes | None, timeout_s: float) -> bytes:
+        """What rank 0 says to all. Before the first turn, and once."""
+
+    def check(self) -> None:
+        """Raise when the gang has fallen apart; takes no time. For waits before the first turn."""
 
     @property
     def is_lockstep(self) -> bool:

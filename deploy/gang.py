@@ -2,7 +2,7 @@
 
 Rank 0 runs the coordinator of `parallel.data_parallel` and leaves its address in the cluster's
 key-value store, under the gang's id; a restarted gang has a new one. Nothing of it is needed, or
-started, unless the ranks must agree on K.
+started, unless the ranks must agree on K or share experts.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ def take_seat(config: EngineConfig) -> GangSeat | None:
         logger.warning("not a gang replica: this engine runs as if data_parallel_size were 1")
         return None
     seat = GangSeat(context.gang_id, context.rank, context.world_size)
-    if not agrees_on_k(config):
+    lockstep = config.parallel.experts_span_replicas
+    if not lockstep and not agrees_on_k(config):
         return seat
     digest = config.compute_hash()
     try:
         if seat.rank == 0:
-            seat.coordinator = Coordinator(_node_address(), seat.size, digest)
+            seat.coordinator = Coordinator(_node_address(), seat.size, digest, lockstep=lockstep)
             _put_address(seat.gang_id, seat.coordinator.address)
-        seat.member = _join(seat, digest)
+        seat.member = _join(seat, digest, lockstep)
     except TransportError as error:
         seat.close()
         raise WorkerLost(f"data-parallel rank {seat.rank}: {error}") from error
@@ -92,6 +93,8 @@ def describe_gang(config: EngineConfig, seat: GangSeat | None) -> dict[str, Any]
         return facts
     facts["dynamic_k_dp_policy"] = parallel.dynamic_k_dp_policy
     facts["k"] = "follows the largest batch among the ranks" if agrees_on_k(config) else "static"
+    if parallel.experts_span_replicas:
+        facts["experts"] = f"spread over {parallel.num_expert_ranks} ranks; replicas step together"
     if seat is not None:
         facts |= {"rank": seat.rank, "gang_id": seat.gang_id}
         if seat.member is not None and seat.member.fallback is not None:
@@ -99,14 +102,14 @@ def describe_gang(config: EngineConfig, seat: GangSeat | None) -> dict[str, Any]
     return facts
 
 
-def _join(seat: GangSeat, digest: str) -> GangMember:
+def _join(seat: GangSeat, digest: str, lockstep: bool) -> GangMember:
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         # Read again each time: what is there may be from a gang that is gone.
         address = _get_address(seat.gang_id)
         try:
             if address is not None:
-                return GangMember(address, seat.rank, digest, timeout_s=_DIAL_S)
+                return GangMember(address, seat.rank, digest, lockstep=lockstep, timeout_s=_DIAL_S)
             why = "rank 0 has not said where it is"
         except TransportTimeout as error:
             why = str(error)

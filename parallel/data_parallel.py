@@ -11,8 +11,8 @@ A rank that is gone ends the agreement for all, for good: everyone uses the stat
 
 Where experts of the target span the ranks (`lockstep`), every rank must run as many steps as the
 others: a round has no deadline, and ranks without work are told to run a dummy step in each.
-(Experts of a draft model would need equal numbers of draft passes too, which K as an upper bound
-does not give: a request near its end drafts less.)
+Experts of a draft model stay within their replica: they would need equal numbers of draft passes
+too, which K as an upper bound does not give, since a request near its end drafts less.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 
-from parallel.transport.frames import TransportError, TransportTimeout
+from parallel.transport.frames import Frame, TransportError, TransportTimeout
 from parallel.transport.socket import FrameSocket
 from parallel.transport.tcp import TcpAddress, TcpFrameListener, TcpFrameSocket
 
@@ -50,6 +51,7 @@ class _Kind(enum.IntEnum):
     ANSWER = 4  # coordinator: the largest batch; the step of the frame is the report's
     DUMMY = 5  # coordinator, lockstep: run a dummy step; the largest batch
     FALLBACK = 6  # coordinator: text, why there is no agreement any more
+    SHARE = 7  # rank 0 to the coordinator, and from there to each other rank: bytes
 
 
 # --- the rule, without sockets or clock -------------------------------------------------------
@@ -165,6 +167,7 @@ class Coordinator:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._is_stopping = False
+        self._shared: bytes | None = None
         self.num_late = 0
         self.fallback: str | None = None
         self._threads = [
@@ -264,6 +267,8 @@ class Coordinator:
                 self._lose(rank, "it joined twice")
             self._connections[rank] = connection
             self._rounds.join(rank)
+            if self._shared is not None:
+                self._send(connection, _Kind.SHARE, 0, self._shared)
             if self.fallback is not None:
                 self._send(connection, _Kind.FALLBACK, 0, self.fallback.encode())
 
@@ -275,6 +280,10 @@ class Coordinator:
                     self._rounds.report(rank, _BATCH.unpack(frame.body)[0], time.monotonic())
                 elif frame.kind == _Kind.IDLE:
                     self._rounds.idle(rank)
+                elif frame.kind == _Kind.SHARE and rank == 0:
+                    self._shared = frame.body
+                    for other in [r for r in self._connections if r != 0]:
+                        self._tell(other, _Kind.SHARE, 0, self._shared)
                 else:
                     raise TransportError(f"frame kind {frame.kind}")
         except TransportError as error:
@@ -362,6 +371,7 @@ class GangMember:
         self._is_idle = True
         self._silent_since: float | None = None
         self._last_batch = 0
+        self._early: deque[Frame] = deque()  # came before the first turn
         self.num_unanswered = 0
         self.fallback: str | None = None
         self._connection: FrameSocket = TcpFrameSocket.dial(address, "dp", rank, 0, rank, timeout_s)
@@ -374,6 +384,34 @@ class GangMember:
     @property
     def is_lockstep(self) -> bool:
         return self._lockstep
+
+    def share(self, value: bytes | None, timeout_s: float) -> bytes:
+        """Rank 0's `value` on every rank. Before the first turn, and once.
+
+        Raises:
+            TransportError: the gang has fallen apart, or rank 0 says nothing in time.
+        """
+        if self.rank == 0:
+            assert value is not None
+            self._connection.send(_Kind.SHARE, 0, value, _SEND_S)
+            return value
+        frame = self._connection.recv(timeout_s)
+        if frame.kind == _Kind.FALLBACK:
+            raise TransportError(frame.body.decode())
+        if frame.kind != _Kind.SHARE:
+            raise TransportError(f"the coordinator sent frame kind {frame.kind}")
+        return frame.body
+
+    def check(self) -> None:
+        """For waits before the first turn.
+
+        Raises:
+            TransportError: the gang has fallen apart.
+        """
+        while (frame := self._connection.try_recv()) is not None:
+            if frame.kind == _Kind.FALLBACK:
+                raise TransportError(frame.body.decode())
+            self._early.append(frame)
 
     def next_turn(self, batch: int) -> Turn | None:
         """Agree on a step of `batch` (at least 1) requests. None: no agreement, static K.
@@ -430,7 +468,10 @@ class GangMember:
     def _hear(self, timeout_s: float) -> Turn | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            frame = self._connection.recv(max(deadline - time.monotonic(), 0.0))
+            if self._early:
+                frame = self._early.popleft()
+            else:
+                frame = self._connection.recv(max(deadline - time.monotonic(), 0.0))
             if frame.kind == _Kind.FALLBACK:
                 self._fall_back(frame.body.decode())
                 return None

@@ -4,7 +4,7 @@ Target ranks form one group, draft ranks another when the draft is split. A grou
 state: a process that hosts a shard of both models holds two. Rendezvous is a store that rank 0
 opens on a port of the system's choice; its address travels through the launcher.
 
-On CPU a sum is taken in rank order over gathered parts, so that an element's bits depend neither
+On CPU a sum is taken in rank order over exchanged parts, so that an element's bits depend neither
 on the shape of the tensor nor on which rank computes it. Ring sums, gloo's included, start at a
 different rank for each chunk, and a row's bits would depend on how many rows share the call.
 """
@@ -52,6 +52,9 @@ class TPGroup(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape], in rank order. Shapes must agree."""
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """`x[rank]` of [size, ...], summed over ranks."""
+
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's `x` on every rank; overwrites `x` elsewhere."""
 
@@ -74,6 +77,9 @@ class SingleRank:
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x[0]
+
     def broadcast(self, x: Tensor) -> Tensor:
         return x
 
@@ -88,7 +94,8 @@ class RankGroup:
         rendezvous: Where the ranks meet; equal on every rank.
         rank: This rank.
         device: Of the tensors that will be passed. Decides the backend.
-        timeout_s: For the meeting and for each collective.
+        timeout_s: For each collective, and for the meeting where that has no time of its own.
+        meeting_timeout_s: For the meeting.
         store: The store itself on the rank that opened it.
 
     Raises:
@@ -102,6 +109,7 @@ class RankGroup:
         device: torch.device,
         *,
         timeout_s: float = GROUP_TIMEOUT_S,
+        meeting_timeout_s: float | None = None,
         store: Any = None,
     ) -> None:
         self.rank = rank
@@ -113,18 +121,21 @@ class RankGroup:
         self._name = f"{rendezvous.role} group {rendezvous.generation}, rank {rank}"
         self._muted = False
         timeout = timedelta(seconds=timeout_s)
+        patience_s = timeout_s if meeting_timeout_s is None else meeting_timeout_s
         try:
             if store is None:
                 store = TCPStore(rendezvous.host, rendezvous.port, None, False, timeout=timeout)
             prefix = PrefixStore(f"{rendezvous.role}/{rendezvous.generation}", store)
             prefix.set_timeout(timeout)
+            prefix.set(f"here/{rank}", "")
+            prefix.wait([f"here/{r}" for r in range(self.size)], timedelta(seconds=patience_s))
             self._group = _backend(prefix, rank, rendezvous, device, timeout)
             # The first collective builds the connections: a missing rank shows here, not in a step.
             self.all_gather(torch.zeros(1, device=device))
         except (RuntimeError, dist.DistError) as error:
             raise GroupError(
                 f"{self._name}: not all of {rendezvous.size} ranks met at {rendezvous.host}:"
-                f"{rendezvous.port} in {timeout_s:g} s: {error}"
+                f"{rendezvous.port} in {patience_s:g} s: {error}"
             ) from error
         self._store = store
         self.bytes_sent.clear()
@@ -153,17 +164,25 @@ class RankGroup:
             self._count("all_reduce", x, 2)
             self._wait("all_reduce", lambda group: group.allreduce([x]))
             return x
-        parts = self._gather("all_reduce", x)
-        wide = x.dtype in (torch.float16, torch.bfloat16)
-        total = parts[0].float() if wide else parts[0]
-        for part in parts[1:]:
-            total += part
-        return total.to(x.dtype)
+        return _sum_in_order(self._gather("all_reduce", x))
 
     def all_gather(self, x: Tensor) -> Tensor:
         if self._muted:
             return x[None].expand(self.size, *x.shape)
         return self._gather("all_gather", x)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        if self._muted:
+            return x[self.rank]
+        x = x.contiguous()
+        self._count("reduce_scatter", x[0], self.size - 1)
+        if self._device.type == "cuda":
+            total = torch.empty_like(x[0])
+            self._wait("reduce_scatter", lambda group: group._reduce_scatter_base(total, x))
+            return total
+        parts = torch.empty_like(x)
+        self._wait("reduce_scatter", lambda group: group.alltoall_base(parts, x, [], []))
+        return _sum_in_order(parts)
 
     def broadcast(self, x: Tensor) -> Tensor:
         if self._muted:
@@ -202,6 +221,15 @@ class RankGroup:
             raise GroupError(f"{self._name}: {operation} failed: {error}") from error
 
 
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """Sum of [size, ...] over ranks, in rank order; overwrites `parts`."""
+    wide = parts.dtype in (torch.float16, torch.bfloat16)
+    total = parts[0].float() if wide else parts[0]
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)
+
+
 class GroupHost:
     """Rank 0's side of rendezvous: a store that lives as long as this object."""
 
@@ -227,12 +255,20 @@ def join_group(
     *,
     host: GroupHost | None = None,
     timeout_s: float = GROUP_TIMEOUT_S,
+    meeting_timeout_s: float | None = None,
 ) -> TPGroup:
     """The group that `rendezvous` describes; one rank's when it is None. Blocks until all met."""
     if rendezvous is None or rendezvous.size == 1:
         return SingleRank()
     store = host.store if host is not None else None
-    return RankGroup(rendezvous, rank, device, timeout_s=timeout_s, store=store)
+    return RankGroup(
+        rendezvous,
+        rank,
+        device,
+        timeout_s=timeout_s,
+        meeting_timeout_s=meeting_timeout_s,
+        store=store,
+    )
 
 
 def _backend(

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import TPGroup
-from parallel.topology import TopologyError, even_range, kv_head_range, split_range
+from parallel.topology import TopologyError, divisors, even_range, kv_head_range, split_range
 
 logger = logging.getLogger(__name__)
 
@@ -58,20 +59,20 @@ class ShardPlan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_shard(model: Any, rank: int, size: int, *, expert_parallel: bool) -> ShardPlan:
+def plan_shard(model: Any, rank: int, size: int, *, experts: ExpertShare | None) -> ShardPlan:
     """The shard of `rank`, from the plan that `model` (no weights needed) carries.
 
     Args:
         model: A transformers causal language model.
         rank: This rank.
         size: Number of ranks.
-        expert_parallel: Spread whole experts over ranks instead of cutting each.
+        experts: Keep this share of whole experts, instead of a part of each.
 
     Raises:
         TopologyError: no plan, a size that does not split, or a style that is not supported; names
             the field or the layer.
     """
-    styles = _merged_styles(model, expert_parallel)
+    styles = _merged_styles(model, experts is not None)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise TopologyError(f"{type(model).__name__} has no linear output head to split")
@@ -79,7 +80,7 @@ def plan_shard(model: Any, rank: int, size: int, *, expert_parallel: bool) -> Sh
     plan = ShardPlan(rank, size, split_range(vocab_size, rank, size))
     embedding = model.get_input_embeddings()
     modules = dict(model.named_modules())
-    planner = _Planner(plan, model.config)
+    planner = _Planner(plan, model.config, experts)
     for name, module in modules.items():
         style = styles.get(_pattern(name))
         if module is head:
@@ -94,7 +95,7 @@ def plan_shard(model: Any, rank: int, size: int, *, expert_parallel: bool) -> Sh
         style = styles.get(_pattern(name))
         if style is not None and style not in _REPLICATED and name not in plan.cuts:
             planner.cut_parameter(name, parameter, style)
-    _check_experts(model, plan, expert_parallel)
+    _check_experts(model, plan)
     return plan
 
 
@@ -129,9 +130,10 @@ def _pattern(name: str) -> str:
 class _Planner:
     """Fills a plan, one module or parameter at a time."""
 
-    def __init__(self, plan: ShardPlan, config: Any) -> None:
+    def __init__(self, plan: ShardPlan, config: Any, experts: ExpertShare | None) -> None:
         self._plan = plan
         self._config = config
+        self._experts = experts
         self._where = (plan.rank, plan.size)
 
     def cut_module(self, name: str, module: nn.Module, style: str) -> None:
@@ -192,7 +194,7 @@ class _Planner:
         """A weight that is no linear layer's: the stacked weights of all experts of a layer."""
         num_dims = parameter.dim()
         if style == "grouped_gemm":
-            self._plan.cuts[name] = Cut(0, (self._even(parameter.shape[0]),))
+            self._plan.cuts[name] = Cut(0, (self._expert_range(parameter.shape[0]),))
         elif style in ("colwise", "rowwise"):
             # As for a linear's [out, in], whatever comes before.
             dim = num_dims - (2 if style == "colwise" and num_dims > 1 else 1)
@@ -208,6 +210,17 @@ class _Planner:
                 "tensor_parallel_size: 1"
             )
 
+    def _expert_range(self, num_experts: int) -> tuple[int, int]:
+        share = self._experts
+        assert share is not None, "only expert parallel plans keep experts whole"
+        if num_experts % share.count:
+            raise TopologyError(
+                f"{num_experts} experts do not split over {share.count} ranks (tensor_parallel_size"
+                f" x data_parallel_size); use a product among {divisors(num_experts)}"
+            )
+        each = num_experts // share.count
+        return share.index * each, (share.index + 1) * each
+
     def _even(self, total: int) -> tuple[int, int]:
         fields = [f for f in _SIZE_FIELDS if getattr(self._config, f, None) == total]
         return even_range(total, *self._where, fields[0] if fields else "a layer's width")
@@ -217,7 +230,7 @@ def _num_kv_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def _check_experts(model: Any, plan: ShardPlan, expert_parallel: bool) -> None:
+def _check_experts(model: Any, plan: ShardPlan) -> None:
     """Stacked experts must be cut and reduced together, or neither."""
     for name, module in model.named_modules():
         if not name.endswith("experts") or isinstance(module, nn.ModuleList):
@@ -272,8 +285,12 @@ class GatheredColumns(nn.Module):
         return parts.movedim(0, -2).flatten(-2)
 
 
-def connect_shard(model: Any, plan: ShardPlan, group: TPGroup) -> None:
+def connect_shard(
+    model: Any, plan: ShardPlan, group: TPGroup, exchange: ExpertExchange | None = None
+) -> None:
     """Make the loaded shard compute with the others: sums, gathers, local head counts.
+
+    `exchange`: to the other replicas that share the experts.
 
     Raises:
         TopologyError: an expert layer that cannot be given a part of the experts.
@@ -292,7 +309,7 @@ def connect_shard(model: Any, plan: ShardPlan, group: TPGroup) -> None:
         elif style == "vocab_embedding":
             _split_embedding(module, plan.cuts[f"{name}.weight"].ranges[0], group)
         elif style in _EXPERT_MODULES:
-            _join_experts(name, module, style, plan, group)
+            _join_experts(name, module, style, plan, group, exchange)
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
@@ -336,7 +353,12 @@ def _split_embedding(module: nn.Embedding, rows: tuple[int, int], group: TPGroup
 
 
 def _join_experts(
-    name: str, module: nn.Module, style: str, plan: ShardPlan, group: TPGroup
+    name: str,
+    module: nn.Module,
+    style: str,
+    plan: ShardPlan,
+    group: TPGroup,
+    exchange: ExpertExchange | None,
 ) -> None:
     whole = type(module).forward
     if style == "moe_tp_experts":
@@ -366,11 +388,15 @@ def _join_experts(
     module._is_expert_parallel = True  # type: ignore[assignment]
 
     def spread(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        local = top_k_index - begin
+        rows = (hidden_states, top_k_index, top_k_weights)
+        states, index, weights = rows if exchange is None else exchange.gather(*rows)
+        local = index - begin
         outside = (local < 0) | (local >= count)
-        index = local.masked_fill(outside, count)
-        weights = top_k_weights.masked_fill(outside, 0.0)
-        out: Tensor = whole(module, hidden_states, index, weights)
+        out: Tensor = whole(
+            module, states, local.masked_fill(outside, count), weights.masked_fill(outside, 0.0)
+        )
+        if exchange is not None:
+            out = exchange.scatter(out, len(hidden_states))
         return group.all_reduce(out)
 
     module.forward = spread

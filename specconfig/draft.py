@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from specconfig.errors import ConfigError
 from specconfig.facts import load_facts, text_section
 from specconfig.model import ModelConfig, ParallelConfig
-from specconfig.model_facts import declared_length, is_moe, model_config, rope_types
+from specconfig.model_facts import declared_length, expert_counts, is_moe, model_config, rope_types
 
 if TYPE_CHECKING:
     from specconfig.resolution import Resolution
@@ -188,11 +188,28 @@ def draft_parallel(res: Resolution, draft: ModelConfig, target: ModelConfig) -> 
         )
     where = "split like the target" if degree == res.parallel.tensor_parallel_size else "unsplit"
     res.log.note(f"{_PREFIX}.draft_parallel_config", f"TP {degree}, PP 1", "inferred", where)
-    return ParallelConfig(
+    parallel = ParallelConfig(
         tensor_parallel_size=degree,
         enable_expert_parallel=expert_parallel,
         placement=res.parallel.placement,
     )
+    check_experts(draft, parallel, "draft")
+    return parallel
+
+
+def check_experts(model: ModelConfig, parallel: ParallelConfig, role: str) -> None:
+    """Whole experts must split evenly over the ranks that they are spread over."""
+    ranks = parallel.num_expert_ranks
+    for count in expert_counts(model.hf_config):
+        if count % ranks:
+            raise ConfigError(
+                "enable_expert_parallel",
+                True,
+                f"for a number of ranks that divides the experts: {role} model {model.model!r} has "
+                f"{count} experts, and tensor parallel size x data parallel size is {ranks}",
+                f"make that product one of {[n for n in range(1, count + 1) if count % n == 0]}, "
+                "or remove enable_expert_parallel",
+            )
 
 
 def check_heads(model: ModelConfig, degree: int, field: str, role: str) -> None:

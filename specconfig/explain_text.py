@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from specconfig.decisions import Decision
 from specconfig.engine import EngineConfig
+from specconfig.model import ParallelConfig
 
 if TYPE_CHECKING:
     from specconfig.explain import AppExplanation, Explanation
@@ -112,7 +113,7 @@ def _layout(app: AppExplanation) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("verifier", "1 process per replica, no weights"),
         ("target", f"{parallel.tensor_parallel_size} rank(s)"
-         + (", experts spread" if parallel.enable_expert_parallel else "")),
+         + _experts(parallel)),
         ("drafter", _drafter(config)),
         ("replicas", f"{app.serving['num_replicas']} engine"
          + (f" in gangs of {parallel.data_parallel_size} (data parallel), "
@@ -120,6 +121,14 @@ def _layout(app: AppExplanation) -> list[tuple[str, ...]]:
          f"{app.serving['max_ongoing_requests']} requests each"),
     ]  # fmt: skip
     return rows
+
+
+def _experts(parallel: ParallelConfig) -> str:
+    if not parallel.enable_expert_parallel:
+        return ""
+    if parallel.experts_span_replicas:
+        return f", experts spread over the gang's {parallel.num_expert_ranks}, in lockstep"
+    return ", experts spread"
 
 
 def _drafter(config: EngineConfig) -> str:

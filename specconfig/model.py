@@ -137,6 +137,17 @@ class ParallelConfig(Frozen):
         default="disable", description="Dynamic K under data parallelism."
     )
 
+    @property
+    def experts_span_replicas(self) -> bool:
+        """Whether data-parallel replicas share one set of experts and step together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks over which whole experts are spread; 1 without expert parallelism."""
+        size = self.tensor_parallel_size * self.data_parallel_size
+        return size if self.enable_expert_parallel else 1
+
 
 class RuntimeConfig(Frozen):
     """Choices that change how fast or where, never what is computed."""

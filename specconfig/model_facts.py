@@ -89,13 +89,19 @@ def declared_length(hf: Mapping[str, Any]) -> int | None:
 
 def is_moe(hf: Mapping[str, Any]) -> bool:
     """Whether the config declares more than one routed expert."""
+    return bool(expert_counts(hf))
+
+
+def expert_counts(hf: Mapping[str, Any]) -> list[int]:
+    """Numbers of routed experts that the config declares, per layer where they differ; none or one
+    expert does not count."""
     text = text_section(hf)
+    found: set[int] = set()
     for key in _EXPERT_KEYS:
         value = text.get(key)
         counts = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(count, int) and count > 1 for count in counts):
-            return True
-    return False
+        found.update(count for count in counts if isinstance(count, int) and count > 1)
+    return sorted(found)
 
 
 def _ids(value: object) -> tuple[int, ...]:

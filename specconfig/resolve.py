@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specconfig.decisions import DecisionLog
-from specconfig.draft import check_heads
+from specconfig.draft import check_experts, check_heads
 from specconfig.engine import EngineConfig
 from specconfig.engine_args import EngineArgs, merge_flags
 from specconfig.errors import ConfigError
@@ -153,7 +153,7 @@ def _parallel(args: EngineArgs, target: ModelConfig) -> ParallelConfig:
             f"false for {target.model!r}, which has no experts",
             "remove enable_expert_parallel",
         )
-    return ParallelConfig(
+    parallel = ParallelConfig(
         tensor_parallel_size=args.tensor_parallel_size,
         data_parallel_size=args.data_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
@@ -162,3 +162,5 @@ def _parallel(args: EngineArgs, target: ModelConfig) -> ParallelConfig:
         strict_pack=args.strict_pack,
         dynamic_k_dp_policy=args.dynamic_k_dp_policy,
     )
+    check_experts(target, parallel, "target")
+    return parallel

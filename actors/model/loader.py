@@ -20,6 +20,7 @@ from actors.errors import LoadError
 from actors.model import attention
 from actors.model.attention import KVGeometry
 from actors.model.sharded import load_shard
+from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import RankGroup, SingleRank, TPGroup
 
 logger = logging.getLogger(__name__)
@@ -53,12 +54,14 @@ def load_causal_lm(
     revision: str | None = None,
     hf_overrides: dict[str, Any] | None = None,
     group: TPGroup | None = None,
-    expert_parallel: bool = False,
+    experts: ExpertShare | None = None,
+    exchange: ExpertExchange | None = None,
 ) -> LoadedModel:
     """Load `location` (directory, `*.gguf` file or hub id) in eval mode on `device`.
 
     With a `group` of several ranks only this rank's shard is read; `kv` then describes the
     rank's own heads, and the model's logits are those of the rank's part of the vocabulary.
+    `experts` and `exchange`: see `load_shard`.
 
     Raises:
         LoadError: with what is wrong and what to do, for everything that cannot be served.
@@ -69,10 +72,11 @@ def load_causal_lm(
     path = Path(location).expanduser()
     source, gguf = _source(location, path)
     group = group or SingleRank()
-    if gguf and group.size > 1:
+    is_split = group.size > 1 or exchange is not None
+    if gguf and is_split:
         raise LoadError(
-            f"{location}: a GGUF file is read whole; for tensor_parallel_size={group.size} use "
-            "the model's safetensors"
+            f"{location}: a GGUF file is read whole; to split the model over several ranks use its "
+            "safetensors"
         )
     common: dict[str, Any] = {"revision": revision} if revision else {}
     if gguf:
@@ -96,14 +100,15 @@ def load_causal_lm(
         if key != "callable":
             setattr(config, key, value)
     model: Any
-    if group.size > 1:
+    if is_split:
         model = load_shard(
             source,
             config,
             dtype=dtype,
             device=device,
             group=group,
-            expert_parallel=expert_parallel,
+            experts=experts,
+            exchange=exchange,
             revision=revision,
         )
     else:

@@ -18,6 +18,7 @@ from actors.model.inputs import EntryRows, FlatBatch, SlotTables
 from actors.model.linear import pack_linears
 from actors.model.loader import LoadedModel, load_causal_lm, torch_dtype
 from actors.model.rotary import RotaryTable
+from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import SingleRank, TPGroup
 from parallel.topology import split_range
 
@@ -31,7 +32,11 @@ _COMPILE_MIN_PARAMETERS = 30_000_000
 
 
 class PagedCausalLM:
-    """Weights, KV tensors and the forward. Construct, `allocate`, `warm_up`, then `forward`."""
+    """Weights, KV tensors and the forward. Construct, `allocate`, `warm_up`, then `forward`.
+
+    With `experts` each rank keeps that share of whole experts; where it is a share among several
+    replicas, `join_replicas` comes before the first forward.
+    """
 
     def __init__(
         self,
@@ -42,12 +47,15 @@ class PagedCausalLM:
         compile_layers: Literal["auto", "on", "off"] = "auto",
         batch_invariant: bool = True,
         group: TPGroup | None = None,
-        expert_parallel: bool = False,
+        experts: ExpertShare | None = None,
     ) -> None:
         started = time.perf_counter()
         self.device = device
         self.group: TPGroup = group or SingleRank()
         self.dtype = torch_dtype(config.dtype, device, config.checkpoint_dtype)
+        self._exchange: ExpertExchange | None = None
+        if experts is not None and experts.count > self.group.size:
+            self._exchange = ExpertExchange()
         loaded = load_causal_lm(
             config.model,
             dtype=self.dtype,
@@ -55,7 +63,8 @@ class PagedCausalLM:
             revision=config.revision,
             hf_overrides=config.hf_overrides,
             group=self.group,
-            expert_parallel=expert_parallel,
+            experts=experts,
+            exchange=self._exchange,
         )
         self._loaded: LoadedModel = loaded
         self._model = loaded.model
@@ -84,7 +93,7 @@ class PagedCausalLM:
             setting == "auto" and self.num_parameters < _COMPILE_MIN_PARAMETERS
         ):
             return False
-        if self.group.size > 1:
+        if self.group.size > 1 or self._exchange is not None:
             if setting == "on":
                 raise LoadError("compile_layers: on is for one rank; use auto or off")
             logger.info("layers run eagerly: they wait for other ranks inside")
@@ -122,6 +131,11 @@ class PagedCausalLM:
         size = self.dtype.itemsize
         return sum(2 * g.num_kv_heads * g.head_dim * block_size * size for g in self._loaded.kv)
 
+    def join_replicas(self, group: TPGroup) -> None:
+        """The group of this rank and the same rank of the replicas that share its experts."""
+        assert self._exchange is not None
+        self._exchange.group = group
+
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Create the KV tensors and, where asked, route the layers through compiled graphs."""
         self.caches = []
@@ -157,6 +171,8 @@ class PagedCausalLM:
 
         With no logits rows the KV is still written and an empty tensor returned.
         """
+        if self._exchange is not None:
+            self._exchange.begin(len(batch.input_ids), self.device)
         wanted = batch.logits_indices
         # The head needs at least one row; it is dropped again when none was asked for.
         keep = wanted if len(wanted) else torch.zeros(1, dtype=torch.int64, device=self.device)

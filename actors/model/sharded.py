@@ -12,6 +12,7 @@ from torch import nn
 from actors.errors import LoadError
 from actors.model import attention
 from parallel.checkpoint import ShardReader
+from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import TPGroup
 from parallel.shard import ShardPlan, connect_shard, empty_parameters, plan_shard
 from parallel.topology import TopologyError
@@ -26,10 +27,14 @@ def load_shard(
     dtype: torch.dtype,
     device: torch.device,
     group: TPGroup,
-    expert_parallel: bool,
+    experts: ExpertShare | None,
+    exchange: ExpertExchange | None = None,
     revision: str | None = None,
 ) -> nn.Module:
     """This rank's shard of `location` (directory or hub id) with the transformers `config`.
+
+    `experts`: its share of whole experts, where these are spread; with other replicas, they talk
+    through `exchange`.
 
     Raises:
         LoadError: the model does not split over the group's ranks, or its files do not fit it.
@@ -42,7 +47,7 @@ def load_shard(
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.ATTENTION_NAME
             )
-        plan = plan_shard(model, group.rank, group.size, expert_parallel=expert_parallel)
+        plan = plan_shard(model, group.rank, group.size, experts=experts)
         for note in plan.notes:
             logger.warning("%s: %s", location, note)
         reader = ShardReader(_folder(location, revision), model, dtype, device)
@@ -50,7 +55,7 @@ def load_shard(
             fill(model, plan, reader)
         finally:
             reader.close()
-        connect_shard(model, plan, group)
+        connect_shard(model, plan, group, exchange)
     except TopologyError as error:
         raise LoadError(f"{location}: {error}") from error
     logger.info(

@@ -24,12 +24,13 @@ from specconfig.engine import EngineConfig
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 1800.0
 
 
 class TargetActor:
     """One target rank. Created by `actors.launch`; methods are called in this order: identify and
-    open_rendezvous (with several ranks), load, allocate, warm_up, loop. `loop` returns when the
-    verifier stops or is gone."""
+    open_rendezvous (with several ranks), load, allocate, join_replicas (with experts spread over
+    replicas), warm_up, loop. `loop` returns when the verifier stops or is gone."""
 
     def __init__(self, config_json: str, rank: int) -> None:
         logging.basicConfig(level=logging.INFO)
@@ -38,6 +39,7 @@ class TargetActor:
         self._host: GroupHost | None = None
         self._group: TPGroup = SingleRank()
         self._draft_group: TPGroup = SingleRank()
+        self._replicas: TPGroup = SingleRank()
 
     def identify(self) -> RankIdentity:
         """Node and device of this rank."""
@@ -48,7 +50,8 @@ class TargetActor:
 
     def open_rendezvous(self) -> int:
         """Rank 0: the port at which the ranks meet."""
-        self._host = GroupHost()
+        if self._host is None:
+            self._host = GroupHost()
         return self._host.port
 
     def load(
@@ -56,16 +59,22 @@ class TargetActor:
         with_draft: bool,
         meeting: Rendezvous | None = None,
         draft_meeting: Rendezvous | None = None,
+        replica: int = 0,
+        num_replicas: int = 1,
     ) -> dict[str, Any]:
         """Meet the other ranks and load the weights (`with_draft`: the draft model's too, in this
         process; all of it on rank 0, or its shards where there is a `draft_meeting`).
+
+        `replica` of `num_replicas`: among those over which experts are spread.
 
         Returns facts for sizing and `describe`: pid, device, threads, free device bytes.
         """
         device = resolve_device(self._config)
         self._device = device
         self._group = join_group(meeting, self._rank, device, host=self._host)
-        self._target = TargetRunner(self._config, device, self._group)
+        self._target = TargetRunner(
+            self._config, device, self._group, replica=replica, num_replicas=num_replicas
+        )
         self._hosts_draft = with_draft
         self._draft = None
         if with_draft and (draft_meeting is not None or self._rank == 0):
@@ -87,6 +96,21 @@ class TargetActor:
             },
             "free_device_bytes": free,
         }
+
+    def join_replicas(self, meeting: Rendezvous, replica: int) -> None:
+        """Meet the same rank of the other replicas, with which the experts are shared.
+
+        They may still be loading for as long as a model may load.
+        """
+        meeting = meeting._replace(role=f"{meeting.role}-{self._rank}")
+        self._replicas = join_group(
+            meeting,
+            replica,
+            self._device,
+            host=self._host if replica == 0 else None,
+            meeting_timeout_s=LOAD_TIMEOUT_S,
+        )
+        self._target.model.join_replicas(self._replicas)
 
     def allocate(self, num_blocks: int) -> None:
         """Create the KV tensors."""
@@ -118,6 +142,7 @@ class TargetActor:
             # Ranks that wait for this one in a collective learn it here.
             self._group.close()
             self._draft_group.close()
+            self._replicas.close()
             if listener is not None:
                 listener.close()
 

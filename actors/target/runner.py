@@ -10,23 +10,36 @@ import torch
 from actors.messages import DraftTokens, Int32Array, RowStats, StepPlan, token_array
 from actors.model.inputs import EntryRows
 from actors.model_host import ModelHost
-from parallel.groups import TPGroup
+from parallel.experts import ExpertShare
+from parallel.groups import SingleRank, TPGroup
 from specconfig.engine import EngineConfig
 
 
 class TargetRunner(ModelHost):
-    """One target rank without Ray: load, `allocate`, `warm_up`, then `run` a plan a step."""
+    """One target rank without Ray: load, `allocate`, `warm_up`, then `run` a plan a step.
+
+    `replica` of `num_replicas`: among those over which experts are spread. With several,
+    `model.join_replicas` comes before `warm_up`.
+    """
 
     def __init__(
-        self, config: EngineConfig, device: torch.device, group: TPGroup | None = None
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        group: TPGroup | None = None,
+        *,
+        replica: int = 0,
+        num_replicas: int = 1,
     ) -> None:
+        group = group or SingleRank()
+        spread = config.parallel.enable_expert_parallel
         super().__init__(
             config,
             config.model,
             config.model.vocab_size,
             device,
             group,
-            expert_parallel=config.parallel.enable_expert_parallel,
+            experts=ExpertShare.of(group, replica, num_replicas) if spread else None,
             steady_rows=1 + config.num_speculative_tokens,
         )
 

@@ -96,10 +96,14 @@ class StepLoop:
         Raises:
             EngineDead: the step was lost. Requests in flight are the caller's to `fail_all`.
         """
+        is_counted_on = False  # by other ranks, for a forward of this one
         if self._gang is not None and self.scheduler.has_work:
             self._agree(self._gang)
+            is_counted_on = self._gang.is_lockstep
         step = self.scheduler.schedule(self._generation)
         if step is None:
+            if is_counted_on:
+                self._run_dummy()
             self.deliver()
             return False
         started = time.monotonic()

@@ -17,6 +17,7 @@ from actors.errors import LoadError
 from actors.messages import DraftEntry, DraftTokens, StepPlan, token_array
 from actors.model.inputs import EntryRows
 from actors.model_host import ModelHost
+from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
 
@@ -28,7 +29,7 @@ class DraftModelDrafter(ModelHost):
         self, config: EngineConfig, device: torch.device, group: TPGroup | None = None
     ) -> None:
         spec, parallel = config.speculative, config.draft_parallel
-        if config.draft_model is None or spec is None:
+        if config.draft_model is None or spec is None or parallel is None:
             raise LoadError("speculative_config has no draft model")
         super().__init__(
             config,
@@ -37,7 +38,8 @@ class DraftModelDrafter(ModelHost):
             spec.shared_vocab_size or config.model.vocab_size,
             device,
             group,
-            expert_parallel=bool(parallel and parallel.enable_expert_parallel),
+            # Over the draft's own ranks only: replicas differ in their numbers of draft passes.
+            experts=ExpertShare.of(group) if group and parallel.enable_expert_parallel else None,
             steady_rows=2,  # the last draft and the bonus token after full acceptance
         )
         # Positions past the draft's own context are not fed: there the target goes on alone.

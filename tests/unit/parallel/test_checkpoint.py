@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from actors.errors import LoadError
 from actors.model.loader import load_causal_lm
 from parallel.checkpoint import ShardReader
+from parallel.experts import ExpertShare
 from parallel.groups import SingleRank
 from parallel.shard import empty_parameters, plan_shard
 from parallel.topology import TopologyError
@@ -63,7 +64,9 @@ def test_bytes_read(
     stored, read = stored_bytes(path), 0
     for rank in range(size):
         model = empty(path)
-        plan = plan_shard(model, rank, size, expert_parallel=expert_parallel)
+        plan = plan_shard(
+            model, rank, size, experts=ExpertShare(rank, size) if expert_parallel else None
+        )
         reader = ShardReader(path, model, torch.float32, CPU)
         tensors = [
             reader.read(key, plan.cuts.get(key)) for key in model.state_dict() if key in reader
@@ -78,31 +81,31 @@ def test_bytes_read(
 def test_refusals_name_the_layer(family_dir: Callable[..., Path]) -> None:
     llama = family_dir("llama")
     with pytest.raises(TopologyError, match="intermediate_size=90 does not split over"):
-        plan_shard(empty(llama, intermediate_size=90), 0, 4, expert_parallel=False)
+        plan_shard(empty(llama, intermediate_size=90), 0, 4, experts=None)
     with pytest.raises(TopologyError, match=r"num_attention_heads=4 .* use one of \[1, 2, 4\]"):
-        plan_shard(empty(llama), 0, 3, expert_parallel=False)
+        plan_shard(empty(llama), 0, 3, experts=None)
     with pytest.raises(TopologyError, match="remove enable_expert_parallel"):
-        plan_shard(empty(llama), 0, 2, expert_parallel=True)
+        plan_shard(empty(llama), 0, 2, experts=ExpertShare(0, 2))
 
     fused = empty(family_dir("phi3"))
     fused.tp_plan = {**fused.tp_plan, "model.layers.*.self_attn.qkv_proj": "colwise"}
     with pytest.raises(TopologyError, match=r"layers\.0\.self_attn\.qkv_proj joins query, key"):
-        plan_shard(fused, 0, 2, expert_parallel=False)
+        plan_shard(fused, 0, 2, experts=None)
 
     other = empty(llama)
     other.tp_plan = {**other.tp_plan, "model.layers.*.self_attn.o_proj": "mla_kv_a_proj"}
     with pytest.raises(TopologyError, match=r"layers\.0\.self_attn\.o_proj .* 'mla_kv_a_proj'"):
-        plan_shard(other, 0, 2, expert_parallel=False)
+        plan_shard(other, 0, 2, experts=None)
 
     other.tp_plan = {}
     with pytest.raises(TopologyError, match="names no layers in its tensor parallel plan"):
-        plan_shard(other, 0, 2, expert_parallel=False)
+        plan_shard(other, 0, 2, experts=None)
 
 
 def test_experts_without_a_plan_stay_whole_and_say_so(family_dir: Callable[..., Path]) -> None:
     model = empty(family_dir("mixtral", **MOE))
     model.tp_plan = {k: v for k, v in model.tp_plan.items() if "experts" not in k}
-    plan = plan_shard(model, 0, 2, expert_parallel=False)
+    plan = plan_shard(model, 0, 2, experts=None)
     assert plan.notes == [
         "model.layers.*.mlp.experts has no entry in the plan: every rank holds all experts"
     ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
 from tests.unit.parallel.conftest import Ranks
 
@@ -55,7 +56,7 @@ def rank_logits(group: TPGroup, path: str, ids: list[int], expert_parallel: bool
         device=torch.device("cpu"),
         max_positions=201,
         group=group,
-        expert_parallel=expert_parallel,
+        experts=ExpertShare.of(group) if expert_parallel else None,
     )
     lm.allocate(40, 16)
 

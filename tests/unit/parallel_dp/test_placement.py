@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from actors.errors import LoadError
-from actors.preflight import check_supported
 from deploy.app import _grouping
 from deploy.gang import GangSeat, agrees_on_k, describe_gang, take_seat
 from parallel.placement import ReplicaPlacement, RolePlacement, pack_strategy, place_replica
@@ -96,8 +94,9 @@ def test_agree_keeps_the_table(tmp_path) -> None:
     assert describe_gang(args(tmp_path).resolve(), None) == {"size": 1}
 
 
-def test_experts_over_data_parallel_ranks_are_refused_before_anything_is_loaded(tmp_path) -> None:
+def test_experts_over_replicas_are_said_to_be(tmp_path) -> None:
     config = args(tmp_path, data_parallel_size=2).resolve()
     parallel = config.parallel.model_copy(update={"enable_expert_parallel": True})
-    with pytest.raises(LoadError, match="experts would be spread over the replicas"):
-        check_supported(config.model_copy(update={"parallel": parallel}))
+    assert parallel.experts_span_replicas and parallel.num_expert_ranks == 2
+    facts = describe_gang(config.model_copy(update={"parallel": parallel}), None)
+    assert facts["experts"] == "spread over 2 ranks; replicas step together"
