@@ -1,4 +1,5 @@
-"""Two data-parallel ranks under Serve: they agree on K; one is killed and nothing is lost."""
+"""Two data-parallel ranks under Serve: they agree on K, or share experts and step together; one is
+killed and nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ import yaml
 
 from deploy.local import read_serve_file, serving
 from tests.serve.conftest import free_port
-from tests.tiny import write_tiny_model
+from tests.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer, write_tiny_model
+from tests.unit.model.conftest import write_family
+from tests.unit.parallel.test_shard import MOE
 
 pytestmark = pytest.mark.ray
 
@@ -28,7 +31,7 @@ TABLE = [[1, 1, 4], [2, 4, 1]]
 PROMPT = "abcabcabcabcabcabc"
 
 
-def serve_file(folder: Path, model: Path) -> Path:
+def serve_file(folder: Path, model: Path, **changes: Any) -> Path:
     args: dict[str, Any] = {
         "model": str(model),
         "served_model_name": "tiny",
@@ -47,6 +50,7 @@ def serve_file(folder: Path, model: Path) -> Path:
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 3,
         },
+        **changes,
     }
     app = {"name": "paceline", "import_path": "deploy.app:build", "route_prefix": "/"}
     path = folder / "serve.yaml"
@@ -62,16 +66,33 @@ def serve_file(folder: Path, model: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("dp")
-    model = write_tiny_model(folder / "tiny")
+@contextlib.contextmanager
+def serving_ranks(folder: Path, model: Path, **changes: Any) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
-        file = read_serve_file(serve_file(folder, model))
+        file = read_serve_file(serve_file(folder, model, **changes))
         with serving(file, None, lambda line: None):
             wait_for_ranks()  # the app is healthy as soon as one rank serves
             yield file.url
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("dp")
+    with serving_ranks(folder, write_tiny_model(folder / "tiny")) as url:
+        yield url
+
+
+@pytest.fixture
+def experts_url(tmp_path: Path) -> Iterator[str]:
+    model = write_family(
+        tmp_path / "tiny", "mixtral", **MOE, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID,
+        bos_token_id=256,
+    )  # fmt: skip
+    byte_tokenizer().save_pretrained(model)
+    changes = {"enable_expert_parallel": True, "dynamic_k_dp_policy": "disable"}
+    with serving_ranks(tmp_path, model, **changes) as url:
+        yield url
 
 
 def complete(url: str, n: int, max_tokens: int = 150) -> str:
@@ -149,6 +170,21 @@ def test_ranks_agree_without_late_answers_to_all(url: str) -> None:
 
 def test_a_rank_killed_in_the_middle_loses_no_request_and_nothing_hangs(url: str) -> None:
     expected = [complete(url, n) for n in range(4)]
+    ranks = kill_one_rank(url, expected)
+    assert all(f["k"] == "follows the largest batch among the ranks" for f in ranks)
+
+
+def test_ranks_that_share_experts_stay_together_and_restart_together(experts_url: str) -> None:
+    facts = httpx.get(f"{experts_url}/server_info", timeout=20).json()["data_parallel"]
+    assert facts["experts"] == "spread over 2 ranks; replicas step together"
+    assert facts["k"] == "static", "the table is not used with dynamic_k_dp_policy: disable"
+    expected = [complete(experts_url, n) for n in range(4)]
+    assert all(s["num_dp_dummy_steps"] > 0 for s in reports()), "one after the other, on both"
+    kill_one_rank(experts_url, expected)
+
+
+def kill_one_rank(url: str, expected: list[str]) -> list[dict[str, Any]]:
+    """Kill a rank while it serves: all get their answers, from a new gang if need be. Its facts."""
     before = engines()
     assert len(before) == 2
     killed = threading.Event()
@@ -171,5 +207,5 @@ def test_a_rank_killed_in_the_middle_loses_no_request_and_nothing_hangs(url: str
         assert time.monotonic() < deadline, engines()
         time.sleep(0.5)
     ranks = wait_for_ranks()
-    assert all(f["k"] == "follows the largest batch among the ranks" for f in ranks)
     assert complete(url, 0) == expected[0]
+    return ranks

@@ -64,9 +64,8 @@ def test_bytes_read(
     stored, read = stored_bytes(path), 0
     for rank in range(size):
         model = empty(path)
-        plan = plan_shard(
-            model, rank, size, experts=ExpertShare(rank, size) if expert_parallel else None
-        )
+        experts = ExpertShare(rank, size) if expert_parallel else None
+        plan = plan_shard(model, rank, size, experts=experts)
         reader = ShardReader(path, model, torch.float32, CPU)
         tensors = [
             reader.read(key, plan.cuts.get(key)) for key in model.state_dict() if key in reader

@@ -1,4 +1,4 @@
-"""Experts spread over data-parallel replicas: the tokens and logits of a model that has them all."""
+"""Experts spread over data-parallel replicas: tokens and logits of a model that has them all."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def serve_replica(
 
 
 def replica_engine(
-    cfg: EngineConfig, path: str, listener: FrameListener, member: GangMember
-) -> Any:
+    cfg: EngineConfig, listener: FrameListener, member: GangMember
+) -> VerifierEngine:
     connection, _ = listener.accept(60.0)
     return VerifierEngine(
         EngineLimits.from_config(cfg, NUM_BLOCKS),
@@ -158,9 +158,7 @@ def test_engines_in_lockstep(ranks: Ranks, moe_dir: Callable[[str], Path], polic
         members = [
             GangMember(coordinator.address, rank, "same", lockstep=True) for rank in range(2)
         ]
-        engines = [
-            replica_engine(cfg, x.path, x, m) for x, m in zip(listeners, members, strict=True)
-        ]
+        engines = [replica_engine(cfg, x, m) for x, m in zip(listeners, members, strict=True)]
         try:
             assert answers(engines[0]) == expected, "while the other is idle"
             dummies = engines[1].status().stats["num_dp_dummy_steps"]
