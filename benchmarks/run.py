@@ -12,6 +12,7 @@ reported next to the raw numbers. Suites:
     ngram      n-gram drafting (K = 4) against plain decoding at batch 1, by category
     invariance what row-independent bits cost: prefill and decode with the switch on and off
     actors     step time over sockets to a target actor against the in-process engine
+    tp         step time of a small random model split over two ranks against one, and its parts
     start      seconds from `Replica.start` to ready, models already converted and compiled
 """
 
@@ -324,6 +325,104 @@ def actors(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+_SMALL_SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32",
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def _write_small_model(folder: Path, tokenizer_from: Path) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
+    tokenizer.save_pretrained(folder)
+    shape = {**_SMALL_SHAPE, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def tp(options: argparse.Namespace) -> dict[str, Any]:
+    """Both replicas run one thread a rank, alternately; a rank that waits leaves its core."""
+    import tempfile
+
+    import ray
+
+    from actors.launch import Replica
+    from actors.preflight import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = _write_small_model(Path(folder), options.model)
+        small = argparse.Namespace(**{**vars(options), "model": model, "threads": 1})
+        configs = [_config(small, compile_layers="off", tensor_parallel_size=n) for n in (1, 2)]
+        tokenizer = load_tokenizer(configs[0])
+        text = "The history of the old harbour begins"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        _start_ray()
+        replicas = [Replica.start(config) for config in configs]
+        steps: list[list[float]] = [[], []]
+        forwards: list[list[float]] = [[], []]
+        calls = {}
+        for _ in range(8):
+            for i, replica in enumerate(replicas):
+                before = replica.engine.status().stats
+                traffic = replica.traffic()
+                got = asyncio.run(_generate(replica.engine, ids, options.new_tokens))
+                after = replica.engine.status().stats
+                num = after["num_steps"] - before["num_steps"]
+                steps[i].append(got["decode_s"] / (options.new_tokens - 1))
+                spent = after["forward_time_s"]["sum"] - before["forward_time_s"]["sum"]
+                forwards[i].append(spent / num)
+                now = replica.traffic()
+                calls = {
+                    what: {op: round((n - traffic[what].get(op, 0)) / num, 1)
+                           for op, n in now[what].items()}
+                    for what in now
+                }  # fmt: skip
+        for replica in replicas:
+            replica.stop()
+        ray.shutdown()
+    return {
+        "step_ms": {"tp1": _median_ms(steps[0]), "tp2": _median_ms(steps[1])},
+        "forward_ms": {"tp1": _median_ms(forwards[0]), "tp2": _median_ms(forwards[1])},
+        "overhead_ms": _median_ms([b - a for a, b in zip(*steps, strict=True)]),
+        "per_step_tp2": calls,
+        "ms_per_collective": _collective_ms(_SMALL_SHAPE["hidden_size"]),
+    }
+
+
+def _collective_ms(width: int) -> float:
+    """Milliseconds of one small all-reduce between two processes that do nothing else."""
+    import multiprocessing
+
+    from parallel.groups import GroupHost
+
+    host = GroupHost()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        jobs = [(rank, host.port, width) for rank in range(2)]
+        return max(pool.starmap(_time_collectives, jobs, chunksize=1))
+
+
+def _time_collectives(rank: int, port: int, width: int, repeats: int = 300) -> float:
+    import torch
+
+    from parallel.groups import join_group
+    from parallel.topology import Rendezvous
+
+    torch.set_num_threads(1)
+    group = join_group(Rendezvous("127.0.0.1", port, "target", 2, 1), rank, torch.device("cpu"))
+    samples = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        group.all_reduce(torch.ones(1, width))
+        samples.append(time.perf_counter() - started)
+    return _median_ms(samples)
+
+
 def start(options: argparse.Namespace) -> dict[str, Any]:
     """Second start of a replica (the first fills the compile cache)."""
     import ray
@@ -358,6 +457,7 @@ SUITES: dict[str, Measure] = {
     "ngram": ngram,
     "invariance": invariance,
     "actors": actors,
+    "tp": tp,
     "start": start,
 }
 

@@ -125,6 +125,13 @@ class TargetActor:
             self._draft.warm_up()
         return self._target.model.is_batch_invariant
 
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Collective calls and bytes handed to other ranks of the target so far, by operation."""
+        return {
+            "calls": dict(self._group.num_calls),
+            "bytes": dict(self._group.bytes_sent),
+        }
+
     def loop(self, path: str, draft_path: str | None, generation: int) -> None:
         """Serve steps from the verifier at `path`; drafts arrive at rank 0's `draft_path`, if
         given."""
