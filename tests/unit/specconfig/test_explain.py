@@ -38,6 +38,7 @@ GPT_OSS = llama(vocab_size=201088, hidden_size=2880, num_attention_heads=64, hea
 HUB: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": SMOL,
     "Qwen/Qwen3-8B": qwen(),
+    "Qwen/Qwen3-30B-A3B": qwen(num_experts=128),
     "Qwen/Qwen3-0.6B": {**qwen(), "hidden_size": 1024, "num_hidden_layers": 28},
     "amd/PARD-Qwen3-0.6B": {**qwen(), "hidden_size": 1024, "pard_token": 151665},
     "meta-llama/Meta-Llama-3-8B-Instruct": llama(**L3),
@@ -86,6 +87,11 @@ def test_every_method_has_a_config() -> None:
     names = {path.stem for path in CONFIGS}
     # ngram_gpu is a second name of ngram.
     assert {*CONFIG_BY_METHOD, *PARALLEL_METHODS} - {"ngram_gpu"} <= names
+
+
+def test_experts_over_replicas_are_explained() -> None:
+    explanation = explain_file(ROOT / "deploy" / "configs" / "experts.yaml", hub)
+    assert "2 rank(s), experts spread over the gang's 8, in lockstep" in explanation.render()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dynamic_k_dp", "errors"])
