@@ -1,5 +1,4 @@
-"""Two data-parallel ranks under Serve: they agree on K, or share experts and step together; one is
-killed and nothing is lost."""
+"""Two data-parallel ranks under Serve: they agree on K; one is killed and nothing is lost."""
 
 from __future__ import annotations
 
@@ -20,9 +19,7 @@ import yaml
 
 from deploy.local import read_serve_file, serving
 from tests.serve.conftest import free_port
-from tests.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer, write_tiny_model
-from tests.unit.model.conftest import write_family
-from tests.unit.parallel.test_shard import MOE
+from tests.tiny import write_tiny_model
 
 pytestmark = pytest.mark.ray
 
@@ -80,18 +77,6 @@ def serving_ranks(folder: Path, model: Path, **changes: Any) -> Iterator[str]:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("dp")
     with serving_ranks(folder, write_tiny_model(folder / "tiny")) as url:
-        yield url
-
-
-@pytest.fixture
-def experts_url(tmp_path: Path) -> Iterator[str]:
-    model = write_family(
-        tmp_path / "tiny", "mixtral", **MOE, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID,
-        bos_token_id=256,
-    )  # fmt: skip
-    byte_tokenizer().save_pretrained(model)
-    changes = {"enable_expert_parallel": True, "dynamic_k_dp_policy": "disable"}
-    with serving_ranks(tmp_path, model, **changes) as url:
         yield url
 
 
@@ -172,15 +157,6 @@ def test_a_rank_killed_in_the_middle_loses_no_request_and_nothing_hangs(url: str
     expected = [complete(url, n) for n in range(4)]
     ranks = kill_one_rank(url, expected)
     assert all(f["k"] == "follows the largest batch among the ranks" for f in ranks)
-
-
-def test_ranks_that_share_experts_stay_together_and_restart_together(experts_url: str) -> None:
-    facts = httpx.get(f"{experts_url}/server_info", timeout=20).json()["data_parallel"]
-    assert facts["experts"] == "spread over 2 ranks; replicas step together"
-    assert facts["k"] == "static", "the table is not used with dynamic_k_dp_policy: disable"
-    expected = [complete(experts_url, n) for n in range(4)]
-    assert all(s["num_dp_dummy_steps"] > 0 for s in reports()), "one after the other, on both"
-    kill_one_rank(experts_url, expected)
 
 
 def kill_one_rank(url: str, expected: list[str]) -> list[dict[str, Any]]:

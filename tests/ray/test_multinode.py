@@ -84,37 +84,9 @@ def pid_of(replica: Replica, role: str) -> int:
     return int(next(f["pid"] for f in replica.describe()["actors"] if f["role"] == role))
 
 
-def test_a_target_on_another_node_gives_the_same_tokens_and_its_end_is_noticed(
+def test_target_and_draft_on_other_nodes_and_the_end_of_each(
     nodes: list[str], tiny_pair: tuple[Path, Path]
 ) -> None:
-    target, _ = tiny_pair
-    expected = plain(target, NGRAM)
-    replica = Replica.start(config(target, NGRAM))
-    try:
-        assert replica.describe()["target_nodes"][0] in nodes
-        assert tokens(replica.engine, "far") == expected
-        victim = pid_of(replica, "target")
-        killed: list[float] = []
-
-        def kill(num_tokens: int) -> None:
-            if num_tokens > 20 and not killed:
-                killed.append(time.monotonic())
-                os.kill(victim, signal.SIGKILL)
-
-        with pytest.raises(RuntimeError, match="WorkerLost"):
-            tokens(replica.engine, "killed", kill)
-        assert time.monotonic() - killed[0] < 3, "the end of file, not a timeout"
-        assert not replica.engine.status().is_healthy
-    finally:
-        replica.stop()
-    # Killed, it stays in the process table until its node's raylet gets round to it.
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(victim) and psutil.Process(victim).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def test_a_draft_on_yet_another_node(nodes: list[str], tiny_pair: tuple[Path, Path]) -> None:
     """`dedicated`: target on one node, draft on another, verifier on a third."""
     target, draft = tiny_pair
     spec = {"method": "draft_model", "model": str(draft)}
@@ -148,9 +120,27 @@ def test_a_draft_on_yet_another_node(nodes: list[str], tiny_pair: tuple[Path, Pa
         before = replica.engine.stats.num_draft_tokens
         assert tokens(replica.engine, "rebuilt") == expected
         assert replica.engine.stats.num_draft_tokens > before
+
+        victim = pid_of(replica, "target")
+        killed_s: list[float] = []
+
+        def kill_target(num_tokens: int) -> None:
+            if num_tokens > 20 and not killed_s:
+                killed_s.append(time.monotonic())
+                os.kill(victim, signal.SIGKILL)
+
+        with pytest.raises(RuntimeError, match="WorkerLost"):
+            tokens(replica.engine, "killed", kill_target)
+        assert time.monotonic() - killed_s[0] < 3, "the end of file, not a timeout"
+        assert not replica.engine.status().is_healthy
     finally:
         replica.stop()
         remove_placement_group(group)
+    # Killed, it stays in the process table until its node's raylet gets round to it.
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(victim) and psutil.Process(victim).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_target_ranks_on_two_nodes_give_the_tokens_of_one(

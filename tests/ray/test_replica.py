@@ -24,7 +24,6 @@ from specconfig.engine import EngineConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("fake_gpu_ray")]
 
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 REPEATING = [70, 71, 72, 73] * 8
 
 
@@ -100,6 +99,8 @@ def test_draft_placements_share_devices_as_asked(
     tiny_pair: tuple[Path, Path], placement: str
 ) -> None:
     target, draft = tiny_pair
+    if placement == "colocated":
+        draft = target  # always right: a draft that comes back whole shows in what is accepted
     cfg = config(target, {"model": str(draft)}, placement=placement)
     plain = in_process(config(target, None, device="cpu"), num_logprobs=0)
     replica = Replica.start(cfg)
@@ -120,55 +121,50 @@ def test_draft_placements_share_devices_as_asked(
         sampled = {"temperature": 0.9, "seed": 4}
         off = ask(replica.engine, "b", speculation_enabled=False, **sampled)
         assert ask(replica.engine, "c", **sampled).ids == off.ids
+        if placement == "colocated":
+            a_killed_draft_costs_speed_and_comes_back(replica)
+        if placement == "fused":
+            a_killed_target_fails_fast_and_says_why(replica)
+        pids = actor_pids(replica).values()
     finally:
         replica.stop()
-    for pid in (f["pid"] for f in facts.values()):
+    for pid in pids:
         wait_until(lambda pid=pid: gone(pid), 20)  # type: ignore[misc]
     wait_until(lambda: ray.available_resources().get("GPU") == 4)
 
 
-def test_a_killed_draft_costs_speed_and_comes_back(tiny_pair: tuple[Path, Path]) -> None:
-    target, _ = tiny_pair
-    cfg = config(target, {"model": str(target)})
-    replica = Replica.start(cfg)
-    try:
-        plain = ask(replica.engine, "plain", speculation_enabled=False, max_tokens=120).ids
-        pid = actor_pids(replica)["draft"]
+def a_killed_draft_costs_speed_and_comes_back(replica: Replica) -> None:
+    plain = ask(replica.engine, "plain", speculation_enabled=False, max_tokens=120).ids
+    pid = actor_pids(replica)["draft"]
 
-        def kill(runs: int) -> None:
-            if runs == 3:
-                os.kill(pid, signal.SIGKILL)
+    def kill(runs: int) -> None:
+        if runs == 3:
+            os.kill(pid, signal.SIGKILL)
 
-        hurt = ask(replica.engine, "hurt", kill, max_tokens=120)
-        assert hurt.ids == plain and hurt.last.error is None
-        wait_until(lambda: replica.describe()["num_draft_rebuilds"] == 1)
-        wait_until(lambda: replica.engine.status().draft_lost is None)
-        healed = ask(replica.engine, "healed", max_tokens=120)
-        assert healed.ids == plain
-        drafted = healed.last.speculation.num_draft_tokens
-        assert drafted > 0 and healed.last.speculation.num_accepted_tokens == drafted
-        assert actor_pids(replica)["draft"] != pid
-    finally:
-        replica.stop()
+    hurt = ask(replica.engine, "hurt", kill, max_tokens=120)
+    assert hurt.ids == plain and hurt.last.error is None
+    wait_until(lambda: replica.describe()["num_draft_rebuilds"] == 1)
+    wait_until(lambda: replica.engine.status().draft_lost is None)
+    healed = ask(replica.engine, "healed", max_tokens=120)
+    assert healed.ids == plain
+    drafted = healed.last.speculation.num_draft_tokens
+    assert drafted > 0 and healed.last.speculation.num_accepted_tokens == drafted
+    assert actor_pids(replica)["draft"] != pid
 
 
-def test_a_killed_target_fails_fast_and_says_why(tiny_pair: tuple[Path, Path]) -> None:
-    replica = Replica.start(config(tiny_pair[0], NGRAM))
-    try:
-        pid = actor_pids(replica)["target"]
+def a_killed_target_fails_fast_and_says_why(replica: Replica) -> None:
+    pid = actor_pids(replica)["target"]
 
-        def kill(runs: int) -> None:
-            if runs == 2:
-                os.kill(pid, signal.SIGKILL)
+    def kill(runs: int) -> None:
+        if runs == 2:
+            os.kill(pid, signal.SIGKILL)
 
-        started = time.monotonic()
-        answer = ask(replica.engine, "doomed", kill, max_tokens=200)
-        assert time.monotonic() - started < 20
-        assert answer.last.error is not None and "target" in answer.last.error
-        with pytest.raises(Exception, match="target"):
-            replica.check_health()
-    finally:
-        replica.stop()
+    started = time.monotonic()
+    answer = ask(replica.engine, "doomed", kill, max_tokens=200)
+    assert time.monotonic() - started < 20
+    assert answer.last.error is not None and "target" in answer.last.error
+    with pytest.raises(Exception, match="target"):
+        replica.check_health()
 
 
 def test_a_model_that_cannot_load_is_named_and_leaves_nothing(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from actors.assembly import build_in_process
-from actors.errors import EngineDead, EngineError, LoadError
+from actors.errors import EngineDead, EngineError
 from actors.launch import Replica
 from actors.protocols import GenerateRequest
 from specconfig import EngineArgs
@@ -87,29 +85,27 @@ def expected(tiny_pair: tuple[Path, Path]) -> dict[str, list[int]]:
         engine.stop()
 
 
-@pytest.mark.parametrize(
-    ("size", "spec"),
-    [(2, NGRAM), (4, {"method": "draft_model"})],
-    ids=["ngram-2", "draft-4-target-4"],
-)
-def test_tokens_of_one_rank(
-    tiny_pair: tuple[Path, Path],
-    expected: dict[str, list[int]],
-    size: int,
-    spec: dict[str, Any],
+def check(replica: Replica, expected: dict[str, list[int]], ranks: dict[str, int]) -> None:
+    """Drafts change no token, and the actors are `ranks` many by role.
+
+    All drafters and placements: tests/unit/parallel/test_engine.py, without Ray.
+    """
+    assert answers(replica.engine) == expected
+    stats = replica.engine.status().stats
+    assert stats["num_draft_tokens"] > 0
+    assert stats["num_draft_losses"] == 0
+    actors = replica.describe()["actors"]
+    assert sorted((fact["role"], fact["rank"]) for fact in actors) == [
+        (role, rank) for role in sorted(ranks) for rank in range(ranks[role])
+    ]
+
+
+def test_a_draft_split_like_the_target(
+    tiny_pair: tuple[Path, Path], expected: dict[str, list[int]]
 ) -> None:
-    """All drafters and placements: tests/unit/parallel/test_engine.py, without Ray."""
-    if spec["method"] == "draft_model":
-        spec = {**spec, "model": str(tiny_pair[1])}
-    with running(config(tiny_pair[0], size, spec)) as replica:
-        assert answers(replica.engine) == expected
-        stats = replica.engine.status().stats
-        assert stats["num_draft_tokens"] > 0
-        assert stats["num_draft_losses"] == 0
-        actors = replica.describe()["actors"]
-        ranks = sorted((fact["role"], fact["rank"]) for fact in actors)
-        roles = ["draft", "target"] if spec["method"] == "draft_model" else ["target"]
-        assert ranks == [(role, rank) for role in roles for rank in range(size)]
+    spec = {"method": "draft_model", "model": str(tiny_pair[1])}
+    with running(config(tiny_pair[0], 2, spec)) as replica:
+        check(replica, expected, {"target": 2, "draft": 2})
 
 
 def test_a_draft_on_each_device_is_lost_and_rebuilt_as_one(
@@ -132,8 +128,11 @@ def test_a_draft_on_each_device_is_lost_and_rebuilt_as_one(
         assert replica.engine.status().stats["num_draft_tokens"] > before
 
 
-def test_a_lost_rank_ends_the_step_for_all(tiny_pair: tuple[Path, Path]) -> None:
-    with running(config(tiny_pair[0], 2, NGRAM)) as replica:
+def test_four_ranks_and_a_lost_one_ends_the_step_for_all(
+    tiny_pair: tuple[Path, Path], expected: dict[str, list[int]]
+) -> None:
+    with running(config(tiny_pair[0], 4, NGRAM)) as replica:
+        check(replica, expected, {"target": 4})
         pids = {f["rank"]: f["pid"] for f in replica.describe()["actors"]}
 
         async def interrupted() -> tuple[float, str | None]:
@@ -154,14 +153,3 @@ def test_a_lost_rank_ends_the_step_for_all(tiny_pair: tuple[Path, Path]) -> None
         assert time.monotonic() - killed_at < 20.0, "no waiting for a timeout"
         with pytest.raises(EngineDead):
             replica.check_health()
-
-
-def test_what_does_not_split_is_refused_with_its_name(
-    tiny_pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    model = shutil.copytree(tiny_pair[0], tmp_path / "odd")
-    facts = json.loads((model / "config.json").read_text())
-    facts["intermediate_size"] = 129
-    (model / "config.json").write_text(json.dumps(facts))
-    with pytest.raises(LoadError, match=r"intermediate_size=129 does not split over tensor_par"):
-        Replica.start(config(model, 2, None))
