@@ -91,7 +91,11 @@ def short_draft(demo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "ngram-batch-8": ({"method": "ngram", "num_speculative_tokens": 4}, {"max_num_seqs": 8}),
+    # As users run it: compiled layers.
+    "ngram-batch-8": (
+        {"method": "ngram", "num_speculative_tokens": 4},
+        {"max_num_seqs": 8, "compile_layers": "on"},
+    ),
     "draft-model-batch-8-chunked": (
         {"model": "DRAFT", "num_speculative_tokens": 3},
         {"max_num_seqs": 8, "max_num_batched_tokens": 96},
@@ -99,7 +103,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "ngram-batch-1-chunked": (
         {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2,
          "prompt_lookup_max": 4},
-        {"max_num_seqs": 1, "max_num_batched_tokens": 64},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 64, "compile_layers": "on"},
     ),
     "ngram-preempted": (
         {"method": "ngram", "num_speculative_tokens": 4},
