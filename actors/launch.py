@@ -322,8 +322,8 @@ class Replica:
             "num_draft_rebuilds": self._num_draft_rebuilds,
         }
 
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Collective calls and bytes of target rank 0 so far, by operation."""
+    def traffic(self) -> dict[str, dict[str, float]]:
+        """Collective calls, bytes and seconds of target rank 0 so far, by operation."""
         (counts,) = _call([self._targets[0].call.remote("traffic")])
         return dict(counts)
 

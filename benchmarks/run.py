@@ -378,7 +378,7 @@ def tp(options: argparse.Namespace) -> dict[str, Any]:
                 forwards[i].append(spent / num)
                 now = replica.traffic()
                 calls = {
-                    what: {op: round((n - traffic[what].get(op, 0)) / num, 1)
+                    what: {op: round((n - traffic[what].get(op, 0)) / num, 4)
                            for op, n in now[what].items()}
                     for what in now
                 }  # fmt: skip

@@ -12,7 +12,8 @@ different rank for each chunk, and a row's bits would depend on how many rows sh
 from __future__ import annotations
 
 import socket
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,13 +39,15 @@ class TPGroup(Protocol):
     """What sharded layers and the sampler need. Every rank makes the same calls in one order.
 
     `bytes_sent` counts what this rank hands to others, by operation: the payload once for each
-    rank that it goes to.
+    rank that it goes to. `seconds` is the time spent in calls, waiting for others included (on
+    CUDA only the time to start them).
     """
 
     rank: int
     size: int
     bytes_sent: Counter[str]
     num_calls: Counter[str]
+    seconds: dict[str, float]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, equal bits on every rank. `x` may be overwritten."""
@@ -70,6 +73,7 @@ class SingleRank:
         self.size = 1
         self.bytes_sent: Counter[str] = Counter()
         self.num_calls: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -116,6 +120,7 @@ class RankGroup:
         self.size = rendezvous.size
         self.bytes_sent: Counter[str] = Counter()
         self.num_calls: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._device = device
         self._group: Any = None
         self._name = f"{rendezvous.role} group {rendezvous.generation}, rank {rank}"
@@ -140,6 +145,7 @@ class RankGroup:
         self._store = store
         self.bytes_sent.clear()
         self.num_calls.clear()
+        self.seconds.clear()
 
     @property
     def backend(self) -> str:
@@ -213,12 +219,14 @@ class RankGroup:
     def _wait(self, operation: str, start: Callable[[Any], Any]) -> None:
         if self._group is None:
             raise GroupError(f"{self._name}: the group is closed")
+        started = time.perf_counter()
         try:
             start(self._group).wait()
         except (RuntimeError, dist.DistError) as error:
             # Others wait for this rank in calls that it will not make: let them know at once.
             self.close()
             raise GroupError(f"{self._name}: {operation} failed: {error}") from error
+        self.seconds[operation] += time.perf_counter() - started
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:

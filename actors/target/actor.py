@@ -125,11 +125,13 @@ class TargetActor:
             self._draft.warm_up()
         return self._target.model.is_batch_invariant
 
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Collective calls and bytes handed to other ranks of the target so far, by operation."""
+    def traffic(self) -> dict[str, dict[str, float]]:
+        """Collective calls of the target's ranks so far, bytes handed to others and seconds, by
+        operation."""
         return {
             "calls": dict(self._group.num_calls),
             "bytes": dict(self._group.bytes_sent),
+            "seconds": dict(self._group.seconds),
         }
 
     def loop(self, path: str, draft_path: str | None, generation: int) -> None:
