@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from actors.errors import LoadError
+from actors.kvcache.sizing import KVLayers
 from actors.messages import DraftTokens, RowStats, StepPlan
 from actors.preflight import (
     build_lookup_drafter,
@@ -33,9 +34,8 @@ class DraftModelHost(Protocol):
     def allocate(self, num_blocks: int) -> None: ...
     def warm_up(self) -> None: ...
 
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads that this rank caches, in the layer that has most."""
+    def kv_layers(self, owner: str) -> KVLayers:
+        """What this rank caches."""
 
     def run(self, plan: StepPlan) -> DraftTokens: ...
 
@@ -86,7 +86,10 @@ def build_in_process(
     target = TargetRunner(config, device)
     draft = build_draft_host(config, device) if config.drafter_host == "draft" else None
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    sizing = size_kv(config, device.type, free)
+    loaded = {"target": target.kv_layers("target")}
+    if draft is not None:
+        loaded["draft"] = draft.kv_layers("draft")
+    sizing = size_kv(config, device.type, free, loaded)
     for host in (target, draft):
         if host is not None:
             host.allocate(sizing.num_blocks)

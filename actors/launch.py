@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.errors import LoadError, WorkerLost
-from actors.kvcache.sizing import KVSizing
+from actors.kvcache.sizing import KVLayers, KVSizing
 from actors.nodes import ReplicaNodes
 from actors.preflight import build_lookup_drafter, check_supported, load_tokenizer, size_kv
 from actors.protocols import GangLike
@@ -248,12 +249,13 @@ class Replica:
         """KV blocks that fit every rank: the same ids are used on all of them."""
         targets = [fact for fact in self._facts if fact["role"] == "target"]
         free = [f["free_device_bytes"] for f in targets if f["free_device_bytes"] is not None]
-        heads: dict[str, int] = {}
+        largest: dict[str, KVLayers] = {}
         for fact in self._facts:
-            for owner, count in fact["num_kv_heads"].items():
-                heads[owner] = max(count, heads.get(owner, 0))
+            for owner, layers in fact["kv_layers"].items():
+                known = largest.setdefault(owner, layers)
+                largest[owner] = max(known, layers, key=lambda x: x.bytes_per_token)
         device_type = targets[0]["device"].partition(":")[0]
-        return size_kv(self.config, device_type, min(free, default=None), heads)
+        return size_kv(self.config, device_type, min(free, default=None), largest)
 
     def _connect(
         self, role: str, actors: list[Any], draft_paths: Sequence[str | None]
@@ -314,7 +316,10 @@ class Replica:
     def describe(self) -> dict[str, Any]:
         """Facts of the running replica: one dict per actor, KV blocks, placement."""
         return {
-            "actors": self._facts,
+            "actors": [
+                {**fact, "kv_layers": {o: asdict(x) for o, x in fact["kv_layers"].items()}}
+                for fact in self._facts
+            ],
             "num_kv_blocks": self._num_blocks,
             "bundles": list(self._placement.bundles),
             "target_nodes": self._nodes.describe(),

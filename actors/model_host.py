@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from actors.acceptance.shard import VerifierShard
+from actors.kvcache.sizing import KVLayers
 from actors.messages import StepPlan
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
@@ -64,10 +65,9 @@ class ModelHost:
         """Run the shapes of steady decoding once: compiles layers and prepares kernels."""
         self.model.warm_up(self._new_tables(), self._steady_rows)
 
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads that this rank caches, in the layer that has most."""
-        return self.model.num_kv_heads
+    def kv_layers(self, owner: str) -> KVLayers:
+        """What this rank caches for the model of "target" or "draft"."""
+        return KVLayers(owner, self.model.kv_shapes, self.model.dtype.itemsize)
 
     def take(self, plan: StepPlan) -> None:
         """Follow the plan's admissions and block tables."""

@@ -66,20 +66,13 @@ def check_supported(config: EngineConfig) -> None:
         raise LoadError("drafters that run inside the target are not part of this version")
 
 
-def kv_layers(
-    owner: str, model: ModelConfig, device_type: str, num_kv_heads: int | None = None
-) -> KVLayers:
-    """KV geometry of one rank; without `num_kv_heads` from the config alone, a single rank's."""
+def kv_layers(owner: str, model: ModelConfig, device_type: str) -> KVLayers:
+    """KV geometry of a single rank as the config says it, before anything is loaded."""
     dtype: str = model.dtype
     if dtype == "auto":
         dtype = "float32" if device_type == "cpu" else model.checkpoint_dtype
-    return KVLayers(
-        owner,
-        model.num_hidden_layers,
-        num_kv_heads or model.num_key_value_heads,
-        model.head_dim,
-        _ELEMENT_BYTES[dtype],
-    )
+    shape = (model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
+    return KVLayers(owner, (shape,), _ELEMENT_BYTES[dtype])
 
 
 def available_bytes() -> int:
@@ -99,20 +92,21 @@ def size_kv(
     config: EngineConfig,
     device_type: str,
     free_device_bytes: int | None,
-    num_kv_heads: Mapping[str, int] | None = None,
+    loaded: Mapping[str, KVLayers] | None = None,
 ) -> KVSizing:
     """Number of KV blocks for target and draft together, with printable arithmetic.
 
-    `num_kv_heads`: what one rank of "target" and "draft" holds, where that is not all of them.
+    `loaded`: what one rank of "target" and "draft" keeps, as loading found it.
 
     Without an explicit budget a CPU takes what `max_num_seqs` requests of full length need, up to
     a share of the memory that is free; a CUDA device takes `gpu_memory_utilization` of what is
     free after loading.
     """
-    heads = num_kv_heads or {}
-    models = [kv_layers("target", config.model, device_type, heads.get("target"))]
+    loaded = loaded or {}
+    models = [loaded.get("target") or kv_layers("target", config.model, device_type)]
     if config.draft_has_own_kv and config.draft_model is not None:
-        models.append(kv_layers("draft", config.draft_model, device_type, heads.get("draft")))
+        draft = loaded.get("draft") or kv_layers("draft", config.draft_model, device_type)
+        models.append(draft)
     block_size = config.cache.block_size
     budget = config.cache.kv_cache_memory_bytes
     if budget is None and free_device_bytes is not None:

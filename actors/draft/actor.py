@@ -56,7 +56,7 @@ class DraftActor:
             "device": str(device),
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "threads": torch.get_num_threads(),
-            "num_kv_heads": {"draft": self._draft.num_kv_heads},
+            "kv_layers": {"draft": self._draft.kv_layers("draft")},
         }
 
     def allocate(self, num_blocks: int) -> None:

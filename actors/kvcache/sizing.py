@@ -10,17 +10,18 @@ from actors.errors import LoadError
 
 @dataclass(frozen=True, slots=True)
 class KVLayers:
-    """Attention layers of one model that keep KV, per rank. `owner` is for people to read."""
+    """Attention layers of one model that keep KV, per rank. `owner` is for people to read.
+
+    `shapes`: (number of layers, KV heads, head_dim) for each shape that layers have.
+    """
 
     owner: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    shapes: tuple[tuple[int, int, int], ...]
     bytes_per_element: int
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_element
+        return 2 * sum(n * h * d for n, h, d in self.shapes) * self.bytes_per_element
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,10 @@ def size_kv_cache(
     bytes_per_token = 0
     for m in models:
         bytes_per_token += m.bytes_per_token
+        shapes = " + ".join(f"{n} layers x {h} KV heads x {d}" for n, h, d in m.shapes)
         lines.append(
-            f"{m.owner}: 2 (K and V) x {m.num_layers} layers x {m.num_kv_heads} KV heads x "
-            f"{m.head_dim} x {m.bytes_per_element} bytes = {m.bytes_per_token:,} bytes per token"
+            f"{m.owner}: 2 (K and V) x {shapes if len(m.shapes) == 1 else f'({shapes})'} x "
+            f"{m.bytes_per_element} bytes = {m.bytes_per_token:,} bytes per token"
         )
     bytes_per_block = bytes_per_token * block_size
     num_blocks = budget_bytes // bytes_per_block

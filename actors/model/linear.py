@@ -63,6 +63,8 @@ class PackedLinear(nn.Module):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROW_HINT)
         # An attribute, not a buffer: state dicts and device moves cannot handle the opaque layout.
         self.packed = packed
+        # Shape and dtype only, for modeling code that looks at them.
+        self.weight = weight.detach().to("meta")
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

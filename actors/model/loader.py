@@ -152,15 +152,26 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """The module that holds the decoder layers, or None."""
+    found: nn.Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    if found is model:  # some classes know no better
+        found = next((child for child in model.children() if hasattr(child, "layers")), None)
+    return found
+
+
 def _decoder_layers(model: nn.Module, location: str) -> tuple[nn.Module, ...]:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
-    layers = getattr(decoder, "layers", None)
+    layers = getattr(decoder_of(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise LoadError(
             f"{location}: {type(model).__name__} has no list of decoder layers; only decoder-only "
             "language models are served"
         )
     return tuple(layers)
+
+
+# Kinds of attention whose mask the position and a window say.
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def _discover_kv(
@@ -175,21 +186,28 @@ def _discover_kv(
     with attention.discovery() as found, torch.no_grad():
         ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         try:
-            model(input_ids=ids, position_ids=ids, use_cache=False)
+            model(input_ids=ids, position_ids=ids, use_cache=False, slots=ids[0])
+        except attention.UnsupportedAttention as error:
+            raise LoadError(f"{location}: {type(model).__name__} is not served: {error}") from error
         except Exception as error:
             raise LoadError(
                 f"{location}: {type(model).__name__} does not run with a custom attention: "
                 f"{_first_line(error)}"
             ) from error
     calling = {id(g.module) for g in found}
+    kinds = getattr(model.config, "layer_types", None) or ()
     for index, layer in enumerate(layers):
         if not any(id(module) in calling for module in layer.modules()):
-            kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
             kind = f" ({kinds[index]})" if index < len(kinds) else ""
             raise LoadError(
                 f"{location}: layer {index}, {type(layer).__name__}{kind}, does not keep its state "
                 "in attention KV, and rejected drafts could not be rolled back; models with "
                 "recurrent or convolutional layers are not served"
+            )
+        if index < len(kinds) and kinds[index] not in _LAYER_TYPES:
+            raise LoadError(
+                f"{location}: layer {index} attends as {kinds[index]!r}; served are layers of "
+                f"{' and '.join(_LAYER_TYPES)}"
             )
     if len(calling) != len(found):
         raise LoadError(f"{location}: a layer attends twice per token; its KV cannot be paged")

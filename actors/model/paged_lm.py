@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors.errors import LoadError
 from actors.messages import SlotParams, token_array
@@ -16,7 +17,7 @@ from actors.model.compiled import LayerCompiler, can_compile, fuse_projections
 from actors.model.experts import pack_experts
 from actors.model.inputs import EntryRows, FlatBatch, SlotTables
 from actors.model.linear import pack_linears
-from actors.model.loader import LoadedModel, load_causal_lm, torch_dtype
+from actors.model.loader import LoadedModel, decoder_of, load_causal_lm, torch_dtype
 from actors.model.rotary import RotaryTable
 from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import SingleRank, TPGroup
@@ -111,9 +112,10 @@ class PagedCausalLM:
         return False
 
     def _install_rotary(self, max_positions: int) -> None:
-        decoder = self._model.get_decoder()  # type: ignore[operator]
+        decoder = decoder_of(self._model)
+        assert decoder is not None
         for name, module in list(decoder.named_children()):
-            if "rotary" in name:
+            if "rotary" in name and not isinstance(module, nn.ModuleList):
                 setattr(decoder, name, RotaryTable(module, max_positions))
 
     @property
@@ -122,14 +124,10 @@ class PagedCausalLM:
         return split_range(self._vocab_size, self.group.rank, self.group.size)
 
     @property
-    def num_kv_heads(self) -> int:
-        """KV heads that this rank caches, in the layer that has most."""
-        return max(geometry.num_kv_heads for geometry in self._loaded.kv)
-
-    def bytes_per_block(self, block_size: int) -> int:
-        """KV bytes of one block over all layers."""
-        size = self.dtype.itemsize
-        return sum(2 * g.num_kv_heads * g.head_dim * block_size * size for g in self._loaded.kv)
+    def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """(number of layers, KV heads, head_dim) for each shape of what this rank caches."""
+        counts = Counter((g.num_kv_heads, g.head_dim) for g in self._loaded.kv)
+        return tuple((n, heads, dim) for (heads, dim), n in sorted(counts.items()))
 
     def join_replicas(self, group: TPGroup) -> None:
         """The group of this rank and the same rank of the replicas that share its experts."""
@@ -148,6 +146,7 @@ class PagedCausalLM:
                 self.dtype,
                 self.device,
                 exact=self._batch_invariant,
+                window=geometry.window,
             )
             geometry.module.paged_cache = cache
             self.caches.append(cache)

@@ -70,7 +70,7 @@ def load_kernels(head_dim: int, block_size: int) -> AttentionKernels | None:
     lib = ctypes.CDLL(str(path))
     lib.write_kv.argtypes = [_P] * 5 + [_I] * 6
     lib.write_kv.restype = None
-    lib.paged_attention.argtypes = [_P] * 7 + [_I] * 6 + [_F, _F, _I, ctypes.c_int]
+    lib.paged_attention.argtypes = [_P] * 7 + [_I] * 6 + [_P, _F, _F, _I, ctypes.c_int]
     lib.paged_attention.restype = ctypes.c_int
     return AttentionKernels(head_dim, block_size, lib.write_kv, lib.paged_attention)
 

@@ -162,8 +162,15 @@ static __attribute__((noinline)) void merge(State *total, const State *part) {
   for (int d = 0; d < ND; d++) total->acc[d] = total->acc[d] * va + part->acc[d] * vb;
 }
 
-static __attribute__((noinline)) void finish(const State *st, float *out) {
-  vf inv = splat(1.0f / st->l);
+/* `sink`: NULL, or a score that takes part in the softmax and has no value of its own. */
+static __attribute__((noinline)) void finish(const State *st, const float *sink, float *out) {
+  float l = st->l, a = 1.0f;
+  if (sink) {
+    float m = st->m > *sink ? st->m : *sink;
+    a = sexp(st->m - m);
+    l = l * a + sexp(*sink - m);
+  }
+  vf inv = splat(a / l);
   for (int d = 0; d < ND; d++) *(vf *)(out + d * W) = st->acc[d] * inv;
 }
 
@@ -188,12 +195,13 @@ void write_kv(const float *key, const float *value, float *k_cache, float *v_cac
 /* Attention of all query rows of a ragged batch.
  *   query_start [R + 1], seq_lens [R] (keys of the request, its new rows included),
  *   block_table [R, max_blocks]. Row j of request r sits at seq_len - q_len + j.
+ *   sinks [num_heads], or NULL.
  * Returns 0, or -1 when scratch memory could not be had. */
 int paged_attention(const float *q, float *out, const float *k_cache, const float *v_cache,
                     const int32_t *block_table, const int32_t *query_start,
                     const int32_t *seq_lens, int64_t R, int64_t max_blocks, int64_t num_heads,
-                    int64_t num_kv_heads, int64_t q_row, int64_t q_head, float scale,
-                    float softcap, int64_t window, int threads) {
+                    int64_t num_kv_heads, int64_t q_row, int64_t q_head, const float *sinks,
+                    float scale, float softcap, int64_t window, int threads) {
   int64_t G = num_heads / num_kv_heads;
   /* An item is LANES consecutive (row, head-in-group) pairs of one request and kv head. */
   int64_t num_items = 0, max_parts = 1;
@@ -254,8 +262,11 @@ int paged_attention(const float *q, float *out, const float *k_cache, const floa
           else merge(&total[i], &st[i]);
         }
       }
-      for (int i = 0; i < LANES && g0 + i < qn; i++)
-        finish(&total[i], out + ((start + (g0 + i) / G) * num_heads + h * G + (g0 + i) % G) * HEAD_DIM);
+      for (int i = 0; i < LANES && g0 + i < qn; i++) {
+        int64_t head = h * G + (g0 + i) % G;
+        finish(&total[i], sinks ? sinks + head : NULL,
+               out + ((start + (g0 + i) / G) * num_heads + head) * HEAD_DIM);
+      }
     }
   }
   if (split) {
@@ -267,7 +278,9 @@ int paged_attention(const float *q, float *out, const float *k_cache, const floa
         State total = scratch[(it * max_parts) * LANES + i];
         for (int64_t part = 1; part < parts; part++)
           merge(&total, &scratch[(it * max_parts + part) * LANES + i]);
-        finish(&total, out + ((start + (g0 + i) / G) * num_heads + h * G + (g0 + i) % G) * HEAD_DIM);
+        int64_t head = h * G + (g0 + i) % G;
+        finish(&total, sinks ? sinks + head : NULL,
+               out + ((start + (g0 + i) / G) * num_heads + head) * HEAD_DIM);
       }
     }
     free(scratch);

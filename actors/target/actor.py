@@ -90,9 +90,9 @@ class TargetActor:
             "threads": torch.get_num_threads(),
             "parameters": self._target.model.num_parameters,
             "layers_compiled": self._target.model.compiled,
-            "num_kv_heads": {
-                "target": self._target.model.num_kv_heads,
-                **({"draft": self._draft.num_kv_heads} if self._draft else {}),
+            "kv_layers": {
+                "target": self._target.kv_layers("target"),
+                **({"draft": self._draft.kv_layers("draft")} if self._draft else {}),
             },
             "free_device_bytes": free,
         }

@@ -191,7 +191,7 @@ TestTables = TablesMachine.TestCase
 TestTables.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-MODELS = (KVLayers("target", 30, 3, 64, 4), KVLayers("draft", 10, 3, 64, 4))
+MODELS = (KVLayers("target", ((30, 3, 64),), 4), KVLayers("draft", ((10, 3, 64),), 4))
 
 
 def test_sizing_prints_its_arithmetic():

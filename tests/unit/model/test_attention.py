@@ -32,14 +32,21 @@ class Scene:
         position = torch.arange(length)
         self.slots = self.table[0, position // BLOCK].long() * BLOCK + position % BLOCK
 
-    def attend(self, begin: int, end: int, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    def attend(
+        self,
+        begin: int,
+        end: int,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         rows = slice(begin, end)
         out: torch.Tensor = torch.ops.paceline.paged_attention(
             self.q[:, :, rows], self.k[:, :, rows], self.v[:, :, rows],
             self.cache.keys, self.cache.values,
             torch.tensor([0, end - begin], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
-            self.table, self.slots[rows], HEAD_DIM**-0.5, softcap, window, True,
+            self.table, self.slots[rows], HEAD_DIM**-0.5, softcap, window, True, sinks,
         )  # fmt: skip
         return out[0]
 
@@ -60,16 +67,27 @@ def test_rows_do_not_depend_on_the_call(heads: int, kv_heads: int, window: int) 
             torch.set_num_threads(before)
 
 
+def test_rows_with_sinks_do_not_depend_on_the_call() -> None:
+    scene, sinks = Scene(700, 9, 3), torch.linspace(-3.0, 3.0, 9)
+    whole = scene.attend(0, 700, 0, 0.0, sinks)
+    # Alone a row's partitions are handed out to threads, in company they are not.
+    for begin, end in ((0, 1), (254, 259), (511, 516), (698, 699)):
+        assert torch.equal(scene.attend(begin, end, 0, 0.0, sinks), whole[begin:end])
+    nothing = scene.attend(0, 700, 0, 0.0, torch.full((9,), -1e30))
+    assert torch.equal(nothing, scene.attend(0, 700))
+
+
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-3.0, 60.0, 6)], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("window", [0, 40])
-def test_against_torch_path(window: int, softcap: float) -> None:
+def test_against_torch_path(window: int, softcap: float, sinks: torch.Tensor | None) -> None:
     scene = Scene(300, 6, 2)
-    ours = scene.attend(0, 300, window, softcap)
+    ours = scene.attend(0, 300, window, softcap, sinks)
     clean = PagedCache(20, 2, HEAD_DIM, BLOCK, torch.float32, torch.device("cpu"))
     reference = paged_attention_torch(
         scene.q, scene.k, scene.v, clean.keys, clean.values,
         torch.tensor([0, 300], dtype=torch.int32), torch.tensor([300], dtype=torch.int32),
-        scene.table, scene.slots, HEAD_DIM**-0.5, softcap, window,
+        scene.table, scene.slots, HEAD_DIM**-0.5, softcap, window, sinks,
     )[0]  # fmt: skip
     torch.testing.assert_close(ours, reference, atol=2e-6, rtol=1e-5)
     assert torch.equal(scene.cache.keys[scene.table[0, 0]], clean.keys[scene.table[0, 0]])

@@ -25,6 +25,35 @@ def test_recurrent_layers_are_refused_by_type(family_dir: Callable[..., Path]) -
         load(path)
 
 
+LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("deepseek_v3", LATENT, "keys of 24 and values of 16 dimensions"),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 8, "num_local_experts": 8, "num_experts_per_tok": 1},
+            "mask is neither causal nor a sliding window",
+        ),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "mask is neither causal nor"),
+        ("doge", {"sliding_window": 16}, "mask is neither causal nor a sliding window"),
+        ("stablelm", {}, "attention does not receive what the model is called with"),
+        ("diffllama", {}, "a layer attends twice"),
+    ],
+)
+def test_attention_of_other_kinds_is_refused(
+    family_dir: Callable[..., Path], name: str, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(LoadError, match=words):
+        load(family_dir(name, **changes))
+
+
 def test_missing_paths() -> None:
     with pytest.raises(LoadError, match="/no/such/dir does not exist"):
         load("/no/such/dir")
