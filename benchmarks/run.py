@@ -446,7 +446,11 @@ def _start_ray() -> None:
     os.environ["PYTHONPATH"] = root + os.pathsep + os.environ.get("PYTHONPATH", "")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
-        num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        log_to_driver=False,
     )
 
 
