@@ -145,8 +145,9 @@ class Replica:
         warm = _call([a.call.remote("warm_up") for a in self._targets + self._drafts])
         if self.config.runtime.batch_invariant and not all(warm[: len(self._targets)]):
             logger.warning(
-                "batch_invariant is asked for, but only float32 on a CPU with a C compiler gives "
-                "it: output may differ in the last bits with batch composition"
+                "batch_invariant is asked for, but this model on this machine does not give it "
+                "(float32 on a CPU with a C compiler does, for most models): output may differ in "
+                "the last bits with batch composition"
             )
         if self._drafts:
             self._draft_paths = self._nodes.draft_paths()

@@ -145,10 +145,13 @@ class _FusedSlice(nn.Module):
         self.packed = fused.packed
         self.out_features = fused.out_features
         self.register_buffer("bias", fused.bias, persistent=False)
+        self.min_rows = fused.min_rows
         self.begin, self.end = begin, end
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.paceline.packed_linear(x, self.packed, self.bias, self.out_features)
+        out: Tensor = torch.ops.paceline.packed_linear(
+            x, self.packed, self.bias, self.out_features, self.min_rows
+        )
         return out[..., self.begin : self.end]
 
 

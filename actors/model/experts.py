@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from actors.model.linear import ROW_HINT, PackedLinear, can_pack
+from actors.model.linear import PackedLinear, can_pack
 
 EXPERTS_NAME = "paceline_packed"
 
@@ -24,7 +24,7 @@ _LIB = torch.library.Library("paceline", "FRAGMENT")
 # One op, since which experts a batch hits is data: a compiled layer must not look inside.
 _LIB.define(
     "packed_experts(Tensor x, Tensor index, Tensor weights, Tensor[] gate_up, Tensor[] down, "
-    "int width, int activation) -> Tensor"
+    "int width, int activation, int min_gate_up, int min_down) -> Tensor"
 )
 _activations: list[Callable[[Tensor], Tensor]] = []
 
@@ -37,6 +37,8 @@ def _packed_experts(
     down: list[Tensor],
     width: int,
     activation: int,
+    min_gate_up: int,
+    min_down: int,
 ) -> Tensor:
     num_rows, top_k = index.shape
     act = _activations[activation]
@@ -46,8 +48,8 @@ def _packed_experts(
         if expert >= len(down):
             continue  # another rank's
         rows, place = (index == expert).nonzero(as_tuple=True)
-        gate, up = linear(x[rows], gate_up[expert], None, 2 * width).chunk(2, -1)
-        out = linear((act(gate) * up).contiguous(), down[expert], None, x.shape[-1])
+        gate, up = linear(x[rows], gate_up[expert], None, 2 * width, min_gate_up).chunk(2, -1)
+        out = linear((act(gate) * up).contiguous(), down[expert], None, x.shape[-1], min_down)
         parts[rows, place] = out * weights[rows, place, None]
     total = parts[:, 0]
     for place_in_order in range(1, top_k):
@@ -75,6 +77,8 @@ def _experts_forward(
         [linear.packed for linear in module.packed_down],
         module.packed_down[0].in_features,
         module.packed_activation,
+        module.packed_gate_up[0].min_rows,
+        module.packed_down[0].min_rows,
     )
     return out
 
@@ -95,7 +99,7 @@ def pack_experts(model: nn.Module) -> int:
             if type(module).__name__.endswith("Router"):
                 _pack_router(module)
             elif hasattr(module, "shared_expert_gate"):
-                _run_inside(module, _WholeVectors())
+                _run_inside(module, _RowsApart())
     return count
 
 
@@ -131,10 +135,8 @@ def _pack_router(module: Any) -> None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not can_pack(weight):
         return
-    module.packed_weight = torch.ops.mkldnn._reorder_linear_weight(
-        weight.detach().contiguous(), ROW_HINT
-    )
-    _run_inside(module, _PackedWeight(module))
+    module.packed_router = PackedLinear(weight, None)
+    _run_inside(module, _RowsApart(module))
 
 
 def _run_inside(module: Any, mode: TorchFunctionMode) -> None:
@@ -147,29 +149,31 @@ def _run_inside(module: Any, mode: TorchFunctionMode) -> None:
     module.forward = forward
 
 
-class _WholeVectors(TorchFunctionMode):
-    """Inside, the sigmoid of one number a row is taken in rows as wide as two vectors.
+# Two of the widest vectors: what torch's elementwise loops take at a time.
+_WIDE = 32
 
-    torch treats the elements behind a buffer's last whole vectors differently, so a row's gate
-    would depend on how many rows there are.
+
+class _RowsApart(TorchFunctionMode):
+    """Inside, what mixes rows is computed so that it does not.
+
+    A linear with `router.weight` goes through `router.packed_router`. A sigmoid is taken in rows of
+    whole vectors: torch treats the elements behind a buffer's last whole vectors differently, so
+    that a row's result would depend on how many rows there are.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.sigmoid, torch.sigmoid) and args[0].shape[-1] == 1:
-            wide = args[0].expand(*args[0].shape[:-1], 32).contiguous()
-            return torch.sigmoid(wide)[..., :1]
-        return func(*args, **(kwargs or {}))
-
-
-class _PackedWeight(TorchFunctionMode):
-    """Inside, `linear(x, module.weight)` uses `module.packed_weight`."""
-
-    def __init__(self, module: Any) -> None:
+    def __init__(self, router: Any = None) -> None:
         super().__init__()
-        self._module = module
+        self._router = router
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and args[1] is self._module.weight and len(args) == 2:
-            packed = self._module.packed_weight
-            return torch.ops.paceline.packed_linear(args[0], packed, None, args[1].shape[0])
+        router = self._router
+        # Read anew each time: while a layer is traced, its tensors are others.
+        is_linear = func is nn.functional.linear and len(args) == 2
+        if is_linear and router is not None and args[1] is router.weight:
+            return router.packed_router(args[0])
+        if func in (torch.Tensor.sigmoid, torch.sigmoid) and args[0].shape[-1] % _WIDE:
+            width = args[0].shape[-1]
+            wide = args[0].new_zeros(*args[0].shape[:-1], -(-width // _WIDE) * _WIDE)
+            wide[..., :width] = args[0]
+            return torch.sigmoid(wide)[..., :width]
         return func(*args, **(kwargs or {}))

@@ -2,8 +2,10 @@
 
 On CPU in float32, oneDNN packs a weight for its kernels and `mkldnn._linear_pointwise` uses it:
 the ops that inductor itself emits. With a row hint of at least 4 the packed kernel computes a row
-the same way, bit for bit, whatever the number of rows; plain `F.linear` does not. `ROW_HINT` was
-measured for 1 to 512 rows (docs/adr). Where the ops are missing the plain linear serves.
+the same way, bit for bit, whatever the number of rows; plain `F.linear` does not (docs/adr/0012).
+On some machines a single row of a long input still takes another path: what the smallest number of
+rows is from which on nothing changes is measured for each shape, and calls are filled up to it.
+Where the ops are missing the plain linear serves.
 """
 
 from __future__ import annotations
@@ -20,15 +22,58 @@ ROW_HINT = 16
 _LIB = torch.library.Library("paceline", "FRAGMENT")
 # `weight` is opaque to the compiler: it must neither be constant-folded nor re-laid out. `out`
 # carries the number of output features, which the packed tensor's shape does not show inductor.
-_LIB.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features) -> Tensor")
+# With fewer than `min_rows` rows, rows of zeros are computed beside them.
+_LIB.define(
+    "packed_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features, int min_rows=1) "
+    "-> Tensor"
+)
 
 
-def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+def _packed_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, min_rows: int = 1
+) -> Tensor:
+    if min_rows > 1:
+        num_rows = x.numel() // x.shape[-1]
+        if num_rows < min_rows:
+            wide = x.new_zeros(min_rows, x.shape[-1])
+            wide[:num_rows] = x.reshape(num_rows, x.shape[-1])
+            out = _multiply(wide, weight, bias)[:num_rows]
+            return out.reshape(*x.shape[:-1], out_features)
+    return _multiply(x, weight, bias)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
+_PROBED_ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48)
+_min_rows: dict[tuple[int, int, int], int] = {}
+
+
+def min_rows(packed: Tensor, in_features: int, out_features: int) -> int:
+    """The least number of rows from which on a row's bits do not depend on how many there are.
+
+    Measured once for each shape and number of threads. 16 where no number was found: whoever needs
+    to know checks the whole model (`PagedCausalLM.warm_up`).
+    """
+    key = (in_features, out_features, torch.get_num_threads())
+    if key not in _min_rows:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(64, in_features, generator=generator)
+        whole = _multiply(x, packed)
+        differs = [n for n in _PROBED_ROWS if not torch.equal(_multiply(x[:n], packed), whole[:n])]
+        after = [n for n in _PROBED_ROWS if n > max(differs, default=0)]
+        _min_rows[key] = min(after[0] if after else 16, 16)
+        if differs:
+            logger.info(
+                "linear layers of %d inputs and %d outputs are filled up to %d rows",
+                in_features, out_features, _min_rows[key],
+            )  # fmt: skip
+    return _min_rows[key]
+
+
 def _packed_linear_meta(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, min_rows: int = 1
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -63,13 +108,19 @@ class PackedLinear(nn.Module):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROW_HINT)
         # An attribute, not a buffer: state dicts and device moves cannot handle the opaque layout.
         self.packed = packed
-        # Shape and dtype only, for modeling code that looks at them.
-        self.weight = weight.detach().to("meta")
+        self.min_rows = min_rows(packed, self.in_features, self.out_features)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.paceline.packed_linear(x, self.packed, self.bias, self.out_features)
+        out: Tensor = torch.ops.paceline.packed_linear(
+            x, self.packed, self.bias, self.out_features, self.min_rows
+        )
         return out
+
+    @property
+    def weight(self) -> Tensor:
+        """Shape and dtype only, for modeling code that looks at them."""
+        return torch.empty(self.out_features, self.in_features, device="meta")
 
 
 def pack_linears(module: nn.Module) -> tuple[int, int]:

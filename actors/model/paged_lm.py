@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from actors.errors import LoadError
-from actors.messages import SlotParams, token_array
+from actors.messages import BlockDelta, SlotParams, token_array
 from actors.model.attention import PagedCache, native_kernels
 from actors.model.compiled import LayerCompiler, can_compile, fuse_projections
 from actors.model.experts import pack_experts
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # Compiling takes seconds; below this many parameters a model is fast enough without.
 _COMPILE_MIN_PARAMETERS = 30_000_000
+# More than a step runs as it is, so that a filled-up chunk is among what is compared.
+_CHECKED_ROWS = 40
 
 
 class PagedCausalLM:
@@ -80,6 +83,8 @@ class PagedCausalLM:
         num_experts_packed = pack_experts(self._model)
         # Weights stacked in three dimensions are experts of a kind that was not packed.
         self._has_plain_experts = any(p.dim() == 3 for p in self._model.parameters())
+        self._max_positions = max_positions
+        self._rows_are_apart = True
         self.caches: list[PagedCache] = []
         logger.info(
             "loaded %s: %.0fM parameters, %s on %s, %d linears packed, %d plain, %d expert layers "
@@ -155,10 +160,12 @@ class PagedCausalLM:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a row's bits do not depend on the batch: float32 on CPU with our kernels."""
+        """Whether a row's bits do not depend on the batch: float32 on CPU with our kernels, unless
+        `warm_up` found otherwise."""
         return (
             self._batch_invariant
             and not self._has_plain_experts
+            and self._rows_are_apart
             and native_kernels(self.caches[0].keys) is not None
         )
 
@@ -189,11 +196,37 @@ class PagedCausalLM:
         return logits[: len(wanted)]
 
     def warm_up(self, tables: SlotTables, max_rows: int) -> None:
-        """Run 1..max_rows rows on the padding block: compiles layers, prepares kernels.
+        """Run 1..max_rows rows on the padding block: compiles layers, prepares kernels. Then see
+        whether rows are what they promise to be.
 
-        `tables` must be fresh: every block id in it is 0, the block that no request owns.
+        `tables` must be fresh, and no request may have been served: every block id in them is 0,
+        the block that no request owns, and what other blocks hold is overwritten.
         """
         tables.apply([SlotParams(slot=0, prompt_len=1, seed=0)], [])
         for num_rows in range(max_rows, 0, -1):
             entry = EntryRows(0, 0, token_array([0] * num_rows), num_rows)
             self.forward(tables.flatten([entry], self.device))
+        if self.is_batch_invariant:
+            self._rows_are_apart = self._check_rows(tables)
+
+    def _check_rows(self, tables: SlotTables) -> bool:
+        """Whether a prompt's logits have the same bits as one chunk, in parts, and one by one."""
+        cache = self.caches[0].keys
+        num_blocks, block_size = cache.shape[0], cache.shape[3]
+        num_rows = min(_CHECKED_ROWS, (num_blocks - 1) * block_size, self._max_positions - 1)
+        tables.apply([], [BlockDelta(0, 0, token_array(range(1, 1 + -(-num_rows // block_size))))])
+        ids = token_array([7 * i % self._vocab_size for i in range(num_rows)])
+
+        def logits(sizes: Sequence[int]) -> Tensor:
+            parts, start = [], 0
+            for size in sizes:
+                entry = EntryRows(0, start, ids[start : start + size], size)
+                parts.append(self.forward(tables.flatten([entry], self.device)))
+                start += size
+            return torch.cat(parts)
+
+        whole = logits([num_rows])
+        cuts = [c for c in ([1, 1, 1], [5, 1, 2], [17, 1, 3]) if sum(c) <= num_rows]
+        # All of them, whatever the first shows: other ranks take part in each forward.
+        parts = [logits(sizes) for sizes in cuts]
+        return all(torch.equal(part, whole[: len(part)]) for part in parts)

@@ -157,6 +157,36 @@ def test_greedy_equals_generate(
         _assert_same(demo_dir, prompts[index], ours, theirs)
 
 
+def test_drafts_change_no_bit_of_what_is_emitted(demo_dir: Path, prompts: list[list[int]]) -> None:
+    """As users run it: compiled layers, one row a step without drafts, several with them."""
+    spec = {
+        "method": "ngram", "num_speculative_tokens": 4,
+        "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+    }  # fmt: skip
+    args = EngineArgs(
+        model=str(demo_dir), dtype="float32", device="cpu", speculative_config=spec,
+        compile_layers="on", max_model_len=1024, enable_prefix_caching=False,
+    )  # fmt: skip
+    engine = build_in_process(args.resolve())
+
+    async def answer(ids: list[int], name: str, **kw: Any) -> list[tuple[int, float]]:
+        request = GenerateRequest(name, ids, max_tokens=40, ignore_eos=True, num_logprobs=0, **kw)
+        return [
+            (token.token_id, token.logprob)
+            async for out in engine.generate(request)
+            for token in out.logprobs or ()
+        ]
+
+    try:
+        laws = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 3})
+        for ids, law in zip(prompts, laws, strict=False):
+            plain = asyncio.run(answer(ids, "plain", speculation_enabled=False, **law))
+            assert asyncio.run(answer(ids, "drafts", **law)) == plain
+        assert engine.status().stats["num_accepted_tokens"] > 0
+    finally:
+        engine.stop()
+
+
 def _assert_same(demo_dir: Path, prompt: list[int], ours: list[int], theirs: list[int]) -> None:
     if ours == theirs:
         return

@@ -24,7 +24,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": [1]},
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
-}
+    # Routes by sigmoid, with plain experts beside the routed ones.
+    "glm4_moe": {
+        "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1,
+    },
+}  # fmt: skip
 
 
 # Compiling takes a while: one family shows that layers with experts can be traced.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.model.inputs import SlotTables
 from tests.unit.model.conftest import Runner
 
 FAMILIES = {
@@ -126,6 +127,19 @@ def test_bfloat16_runs_on_the_torch_path(family_dir: Callable[..., Path]) -> Non
     rest = lm.forward(tables.flatten([EntryRows(0, 35, token_array(ids[35:]), 5)], lm.device))
     exact = Runner(path).rows((0, 0, ids))
     torch.testing.assert_close(torch.cat([first, rest]), exact, atol=0.15, rtol=0.1)
+
+
+def test_warm_up_notices_rows_that_depend_on_their_company(
+    family_dir: Callable[..., Path],
+) -> None:
+    for is_broken in (False, True):
+        runner = Runner(family_dir("llama"))
+        if is_broken:
+            head = runner.lm._model.lm_head
+            plain = head.forward
+            head.forward = lambda x, plain=plain: plain(x) + 1e-6 * x.shape[1]
+        runner.lm.warm_up(SlotTables(2, 400, 0, 16), 3)
+        assert runner.lm.is_batch_invariant != is_broken
 
 
 def test_what_is_cached_is_counted_by_shape(family_dir: Callable[..., Path]) -> None:
