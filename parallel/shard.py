@@ -161,6 +161,14 @@ class _Planner:
 
     def _output_range(self, name: str, module: nn.Linear) -> tuple[int, int]:
         leaf = name.rpartition(".")[2]
+        if leaf == "query_key_value" and _num_kv_heads(self._config) == (
+            self._config.num_attention_heads
+        ):
+            # Head by head: query, key and value of the first, then of the second.
+            num_heads = self._config.num_attention_heads
+            begin, end = even_range(num_heads, *self._where, "num_attention_heads")
+            width = module.out_features // num_heads
+            return begin * width, end * width
         if "qkv" in leaf or leaf == "query_key_value":
             raise TopologyError(
                 f"{name} joins query, key and value, and the plan does not say where each part "
@@ -233,7 +241,8 @@ def _num_kv_heads(config: Any) -> int:
 def _check_experts(model: Any, plan: ShardPlan) -> None:
     """Stacked experts must be cut and reduced together, or neither."""
     for name, module in model.named_modules():
-        if not name.endswith("experts") or isinstance(module, nn.ModuleList):
+        stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        if not name.endswith("experts") or not stacked:
             continue
         is_cut = any(f"{name}.{leaf}" in plan.cuts for leaf, _ in module.named_parameters())
         is_joined = name in plan.styles
@@ -242,7 +251,7 @@ def _check_experts(model: Any, plan: ShardPlan) -> None:
                 f"{name}: the plan cuts its weights but does not join its output, or the other "
                 "way round; serve the model with tensor_parallel_size: 1"
             )
-        if not is_cut and any(True for _ in module.parameters()):
+        if not is_cut:
             note = f"{_pattern(name)} has no entry in the plan: every rank holds all experts"
             if note not in plan.notes:
                 plan.notes.append(note)

@@ -36,7 +36,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": MOE,
     "qwen3_moe": {**MOE, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 64},
-}
+    # Query, key and value joined head by head.
+    "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.25},
+    # Plain experts beside the routed ones; those alone are stacked.
+    "glm4_moe": {
+        **MOE, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
