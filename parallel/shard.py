@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _REPLICATED = {"replicate", "replicated_with_grad_allreduce"}
 _EXPERT_MODULES = {"moe_tp_experts", "ep_dispatch_experts"}
+# What stacked experts are called with, after the rows [n, H]: experts and their weights [n, k].
+_ROUTED_CALLS = {("top_k_index", "top_k_weights"), ("router_indices", "routing_weights")}
 # Fields that messages name when a dimension does not split.
 _SIZE_FIELDS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
@@ -101,11 +103,6 @@ def plan_shard(model: Any, rank: int, size: int, *, experts: ExpertShare | None)
 
 def _merged_styles(model: Any, expert_parallel: bool) -> dict[str, str]:
     styles: dict[str, str] = dict(model.tp_plan or {})
-    if not any(".layers." in f".{key}" or ".h." in f".{key}" for key in styles):
-        raise TopologyError(
-            f"{type(model).__name__} names no layers in its tensor parallel plan; serve it with "
-            "tensor_parallel_size: 1"
-        )
     if expert_parallel:
         experts = dict(model.ep_plan or {})
         if not experts:
@@ -119,6 +116,11 @@ def _merged_styles(model: Any, expert_parallel: bool) -> dict[str, str]:
             if not any(key == owner or key.startswith(f"{owner}.") for owner in owners)
         }
         styles.update(experts)
+    if not any(".layers." in f".{key}" or ".h." in f".{key}" for key in styles):
+        raise TopologyError(
+            f"{type(model).__name__} names no layers in its tensor parallel plan; serve it with "
+            "tensor_parallel_size: 1"
+        )
     return styles
 
 
@@ -381,7 +383,7 @@ def _join_experts(
 
         module.forward = cut
         return
-    if "top_k_index" not in inspect.signature(whole).parameters:
+    if tuple(inspect.signature(whole).parameters)[2:] not in _ROUTED_CALLS:
         raise TopologyError(
             f"{name}: {type(module).__name__} routes in a way of its own and cannot be given a "
             "part of the experts; remove enable_expert_parallel"

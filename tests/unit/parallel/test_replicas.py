@@ -77,8 +77,10 @@ def share_of_logits(
     return found
 
 
-@pytest.mark.parametrize(("num_replicas", "size"), [(2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("name", "num_replicas", "size"),
+    [("mixtral", 2, 1), ("mixtral", 4, 1), ("qwen2_moe", 2, 2), ("gpt_oss", 2, 1)],
+)
 def test_against_transformers(
     ranks: Ranks, family_dir: Callable[..., Path], name: str, num_replicas: int, size: int
 ) -> None:

@@ -114,3 +114,18 @@ def test_against_transformers(
     kv_heads = AutoConfig.from_pretrained(path).num_key_value_heads
     gathers = name in ("phi3", "olmo2")
     assert found[0]["kv_heads"] == (kv_heads if gathers else max(1, kv_heads // size))
+
+
+def test_a_plan_for_experts_alone(ranks: Ranks, family_dir: Callable[..., Path]) -> None:
+    """gpt-oss has no other: attention, sinks included, is whole on every rank."""
+    path, ids = family_dir("gpt_oss", **MOE, sliding_window=24), prompt(30)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = plain(torch.tensor([ids])).logits[0]
+    found = ranks.run(2, rank_logits, str(path), ids, True)
+    for rows in ("whole", "stepped"):
+        logits = torch.cat([f[rows] for f in found], -1)
+        torch.testing.assert_close(logits, expected, atol=3e-4, rtol=1e-4)
+    assert found[0]["kv_heads"] == plain.config.num_key_value_heads
+    refused = ranks.outcomes(2, rank_logits, str(path), ids, False)
+    assert all(not is_fine and "names no layers in its tensor" in text for is_fine, text in refused)
