@@ -123,13 +123,29 @@ def size_kv(
 
 def load_tokenizer(config: EngineConfig) -> Any:
     """The fast tokenizer that decodes output, from the resolved tokenizer location."""
-    from transformers import AutoTokenizer
+    return open_tokenizer(config.model.tokenizer, config.model.tokenizer_revision)
 
+
+def open_tokenizer(location: str, revision: str | None = None) -> Any:
+    """A fast tokenizer from a directory, a GGUF file or a hub id. No code of it is run.
+
+    Raises:
+        LoadError: there is none, or it is of a kind that cannot be loaded.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = Path(location).expanduser()
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
+    where = str(path) if path.exists() else location
+    if path.suffix == ".gguf":
+        where, options["gguf_file"] = str(path.parent), path.name
     try:
-        return AutoTokenizer.from_pretrained(
-            config.model.tokenizer,
-            revision=config.model.tokenizer_revision,
-            trust_remote_code=False,
-        )
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except Exception as error:
-        raise LoadError(f"cannot load the tokenizer {config.model.tokenizer!r}: {error}") from error
+        # A directory whose config AutoTokenizer does not know may still hold a plain tokenizer.
+        if not (path / "tokenizer.json").is_file():
+            raise LoadError(f"no tokenizer can be loaded from {location}: {error}") from error
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(where)
+    if not getattr(tokenizer, "is_fast", False):
+        raise LoadError(f"the tokenizer of {location} has no tokenizer.json (fast form)")
+    return tokenizer

@@ -4,35 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from actors.errors import LoadError
+from actors.preflight import open_tokenizer
 from deploy.openai.errors import ApiError, bad_request
 from deploy.openai.protocol import Message
-
-
-def load_tokenizer(source: str, revision: str | None = None) -> Any:
-    """A fast tokenizer from a directory or hub id. No code of the checkpoint is run.
-
-    Raises:
-        LoadError: There is none, or it is of a kind that cannot be loaded.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    path = Path(source).expanduser()
-    where = str(path) if path.exists() else source
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
-    except Exception as error:
-        # A directory whose config AutoTokenizer does not know may still hold a plain tokenizer.
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise LoadError(f"no tokenizer can be loaded from {source}: {error}") from error
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(where)
-    if not getattr(tokenizer, "is_fast", False):
-        raise LoadError(f"the tokenizer of {source} has no tokenizer.json (fast form)")
-    return tokenizer
 
 
 class TextProcessor:
@@ -44,7 +20,7 @@ class TextProcessor:
 
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> TextProcessor:
-        return cls(load_tokenizer(source, revision))
+        return cls(open_tokenizer(source, revision))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -187,6 +187,19 @@ def test_drafts_change_no_bit_of_what_is_emitted(demo_dir: Path, prompts: list[l
         engine.stop()
 
 
+def test_a_gguf_file_has_the_same_facts_and_tokenizer(demo_dir: Path) -> None:
+    from deploy.demo import find_gguf
+
+    gguf = find_gguf()
+    ours, theirs = (EngineArgs(model=str(p), device="cpu").resolve() for p in (gguf, demo_dir))
+    for fact in ("vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim"):
+        assert getattr(ours.model, fact) == getattr(theirs.model, fact), fact
+    text = "Speculation: 3 tokens, \u00e9 and \u2603."
+    ids = load_tokenizer(ours)(text)["input_ids"]
+    assert ids == load_tokenizer(theirs)(text)["input_ids"]
+    assert load_tokenizer(ours).decode(ids) == text
+
+
 def _assert_same(demo_dir: Path, prompt: list[int], ours: list[int], theirs: list[int]) -> None:
     if ours == theirs:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,8 @@ def test_gguf_header(tmp_path: Path, arch: str, expected: str) -> None:
     writer.add_block_count(3)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
-    writer.add_vocab_size(100)
+    writer.add_token_list([f"token {n}" for n in range(100)])
+    writer.add_token_scores([0.0] * 100)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_tensor("x", numpy.zeros(4, dtype=numpy.float32))
@@ -286,11 +288,21 @@ def test_gguf_header(tmp_path: Path, arch: str, expected: str) -> None:
     assert (model.eos_token_ids, model.quantization) == ((2,), "gguf")
 
 
-def test_gguf_errors(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "a readable GGUF file"),
+        (b"not a gguf file at all, but long enough to have a header", "does not begin with GGUF"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF version 1"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 500) + b"general", "in the middle of a string"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"x", 77), "value type 77 is unknown"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 5), "a readable GGUF file"),
+    ],
+)
+def test_gguf_errors(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "m.gguf"
-    path.write_bytes(b"not a gguf file at all, but long enough to have a header")
-    with pytest.raises(ConfigError, match="GGUF"):
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
         EngineArgs(model=str(path)).resolve()
 
 
