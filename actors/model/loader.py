@@ -67,7 +67,7 @@ def load_causal_lm(
         LoadError: with what is wrong and what to do, for everything that cannot be served.
     """
     attention.register()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path = Path(location).expanduser()
     source, gguf = _source(location, path)
@@ -87,18 +87,17 @@ def load_causal_lm(
             f"{location} holds {', '.join(found[:3])} but no *.safetensors; pickled weights are "
             "not loaded: convert them with transformers' save_pretrained"
         )
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **common)
-    except Exception as error:
-        raise LoadError(f"cannot read the config of {location!r}: {_first_line(error)}") from error
-    if not gguf and getattr(config, "quantization_config", None):
+    config: Any = None
+    if gguf and hf_overrides:
         raise LoadError(
-            f"{location} is quantised ({config.quantization_config.get('quant_method', '?')}); "
-            "quantised checkpoints are not supported: use the unquantised one"
+            f"{location}: hf_overrides={hf_overrides} do not reach a GGUF file, whose header is "
+            "its config; convert it with transformers' save_pretrained, or remove hf_overrides"
         )
-    for key, value in (hf_overrides or {}).items():
-        if key != "callable":
-            setattr(config, key, value)
+    if not gguf:
+        config = _read_config(location, source, common)
+        for key, value in (hf_overrides or {}).items():
+            if key != "callable":
+                setattr(config, key, value)
     model: Any
     if is_split:
         model = load_shard(
@@ -115,7 +114,7 @@ def load_causal_lm(
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 source,
-                config=None if gguf else config,
+                config=config,
                 dtype=dtype,
                 attn_implementation=attention.ATTENTION_NAME,
                 use_safetensors=None if gguf else True,
@@ -130,6 +129,21 @@ def load_causal_lm(
     with group.muted() if isinstance(group, RankGroup) else nullcontext():
         kv = _discover_kv(model, layers, location)
     return LoadedModel(model, layers, kv)
+
+
+def _read_config(location: str, source: str, common: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **common)
+    except Exception as error:
+        raise LoadError(f"cannot read the config of {location!r}: {_first_line(error)}") from error
+    if getattr(config, "quantization_config", None):
+        raise LoadError(
+            f"{location} is quantised ({config.quantization_config.get('quant_method', '?')}); "
+            "quantised checkpoints are not supported: use the unquantised one"
+        )
+    return config
 
 
 def _source(location: str, path: Path) -> tuple[str, str | None]:

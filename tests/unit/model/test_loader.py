@@ -61,6 +61,14 @@ def test_missing_paths() -> None:
         load("/no/such/x.gguf")
 
 
+def test_overrides_of_a_gguf_file_are_not_swallowed(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(LoadError, match=r"hf_overrides=.*do not reach a GGUF file"):
+        load_causal_lm(
+            str(tmp_path / "m.gguf"), dtype=torch.float32, device=CPU, hf_overrides={"a": 1}
+        )
+
+
 def test_pickled_weights_are_not_loaded(family_dir: Callable[..., Path], tmp_path: Path) -> None:
     config = (family_dir("llama") / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
