@@ -113,7 +113,8 @@ def serve_replica(
     rank: int, config_json: str, num_replicas: int, meeting: Rendezvous, paths: list[str]
 ) -> int:
     target = TargetActor(config_json, 0)
-    target.load(False, None, None, rank, num_replicas)
+    has_draft = target._config.draft_placement == "fused"
+    target.load(has_draft, None, None, rank, num_replicas)
     target.allocate(NUM_BLOCKS)
     target.join_replicas(meeting, rank)
     target.warm_up()
@@ -135,18 +136,26 @@ def replica_engine(
     )
 
 
-@pytest.mark.parametrize("policy", ["disable", "agree"])
-def test_engines_in_lockstep(ranks: Ranks, moe_dir: Callable[[str], Path], policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "drafter"), [("disable", "ngram"), ("agree", "ngram"), ("agree", "draft")]
+)
+def test_engines_in_lockstep(
+    ranks: Ranks, moe_dir: Callable[[str], Path], policy: str, drafter: str
+) -> None:
     """Two replicas, the second one idle at first and at the end: dummy steps keep them together."""
+    path = moe_dir("mixtral")
+    method: dict[str, Any] = NGRAM
+    if drafter == "draft":
+        # It has experts too; they stay within the replica.
+        method = {"method": "draft_model", "model": str(moe_dir("qwen3_moe"))}
     spec = {
-        **NGRAM,
+        **method,
         "num_speculative_tokens": 4,
         "num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 4, 1]],
     }
-    path = moe_dir("mixtral")
     cfg = config(
         path, 1, spec, enable_expert_parallel=True, data_parallel_size=2,
-        dynamic_k_dp_policy=policy,
+        dynamic_k_dp_policy=policy, placement="fused" if drafter == "draft" else "auto",
     )  # fmt: skip
     expected = single(config(path, 1))
     sockets = SocketDir()
