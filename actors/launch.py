@@ -143,12 +143,7 @@ class Replica:
         if num_replicas > 1:
             self._join_replicas()
         warm = _call([a.call.remote("warm_up") for a in self._targets + self._drafts])
-        if self.config.runtime.batch_invariant and not all(warm[: len(self._targets)]):
-            logger.warning(
-                "batch_invariant is asked for, but this model on this machine does not give it "
-                "(float32 on a CPU with a C compiler does, for most models): output may differ in "
-                "the last bits with batch composition"
-            )
+        self._take_warm_facts(warm[: len(self._targets)])
         if self._drafts:
             self._draft_paths = self._nodes.draft_paths()
         draft_path = self._draft_paths[0] if self._draft_paths else None
@@ -171,6 +166,18 @@ class Replica:
             loaded - started,
             time.perf_counter() - loaded,
         )
+
+    def _take_warm_facts(self, found: list[dict[str, Any]]) -> None:
+        """What target ranks know once they have run: `found`, in rank order."""
+        targets = self._facts[: len(found)]
+        for fact, new in zip(targets, found, strict=True):
+            fact.update(new)
+        if self.config.runtime.batch_invariant and not all(f["batch_invariant"] for f in targets):
+            logger.warning(
+                "batch_invariant is asked for, but this model on this machine does not give it "
+                "(float32 on a CPU with a C compiler does, for most models): output may differ in "
+                "the last bits with batch composition"
+            )
 
     def _create(self, role: type[RoleShell], place: RolePlacement, rank: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(

@@ -11,6 +11,7 @@ aside), so a model with sliding and full attention layers gets two graphs.
 
 from __future__ import annotations
 
+import logging
 import operator
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,7 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from actors.errors import LoadError
 from actors.model.linear import PackedLinear, can_pack
+
+logger = logging.getLogger(__name__)
 
 # Sizes of the tracing example: rows, requests and requests + 1 are numbers that are no dimension
 # of a model, so that symbolic dimensions are told apart by value.
@@ -127,7 +131,6 @@ def _trace_and_compile(
     fakes = [fake(w, symbolic=False) for w in weights] + [fake(x, symbolic=True) for x in inputs]
     with fake_mode:
         graph = make_fx(flat, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
-    # Fused projections are written as several slices of one call: keep one of the equal calls.
     graph.graph = fx_graph_cse(graph.graph)
     graph.recompile()
     values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
@@ -137,22 +140,43 @@ def _trace_and_compile(
     return cast("Callable[..., Any]", compiled)
 
 
+class _Fused:
+    """A packed linear that several projections share. Layers call them one after the other with
+    the same input, so the whole product is kept until each has had its part."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._x: Tensor | None = None
+        self._out: Tensor | None = None
+        self._num_served = 0
+
+    def product(self, x: Tensor, part: _FusedSlice) -> Tensor:
+        out = self._out
+        if x is not self._x or out is None:
+            out = torch.ops.paceline.packed_linear(
+                x, part.packed, part.bias, part.out_features, part.min_rows
+            )
+            self._x, self._out, self._num_served = x, out, 0
+        self._num_served += 1
+        if self._num_served == self._num_parts:
+            self._x = self._out = None
+        return out
+
+
 class _FusedSlice(nn.Module):
     """Columns [begin, end) of a packed linear that several projections share."""
 
-    def __init__(self, fused: PackedLinear, begin: int, end: int) -> None:
+    def __init__(self, linear: PackedLinear, shared: _Fused, begin: int, end: int) -> None:
         super().__init__()
-        self.packed = fused.packed
-        self.out_features = fused.out_features
-        self.register_buffer("bias", fused.bias, persistent=False)
-        self.min_rows = fused.min_rows
+        self.packed = linear.packed
+        self.out_features = linear.out_features
+        self.register_buffer("bias", linear.bias, persistent=False)
+        self.min_rows = linear.min_rows
         self.begin, self.end = begin, end
+        self._shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.paceline.packed_linear(
-            x, self.packed, self.bias, self.out_features, self.min_rows
-        )
-        return out[..., self.begin : self.end]
+        return self._shared.product(x, self)[..., self.begin : self.end]
 
 
 # Projections of one input, by the names that transformers' modeling code uses.
@@ -160,8 +184,7 @@ _FUSIBLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def fuse_projections(layers: Sequence[nn.Module]) -> None:
-    """Pack q, k, v and gate, up weights as one matrix each. Only worth it for compiled layers:
-    run eagerly, each slice would compute the whole product."""
+    """Pack q, k, v and gate, up weights as one matrix each."""
     for layer in layers:
         for module in list(layer.modules()):
             for names in _FUSIBLE:
@@ -173,21 +196,26 @@ def fuse_projections(layers: Sequence[nn.Module]) -> None:
                     continue
                 weight = torch.cat([m.weight.detach() for m in linears])  # type: ignore[union-attr]
                 fused = PackedLinear(weight, torch.cat(biases) if biases else None)
+                shared = _Fused(len(names))
                 begin = 0
                 for name, linear in zip(names, linears, strict=True):
                     end = begin + linear.out_features  # type: ignore[union-attr]
-                    setattr(module, name, _FusedSlice(fused, begin, end))
+                    setattr(module, name, _FusedSlice(fused, shared, begin, end))
                     begin = end
 
 
 class LayerCompiler:
-    """Replaces the forward of decoder layers by compiled graphs, compiled on first use."""
+    """Replaces the forward of decoder layers by compiled graphs, compiled on first use.
 
-    def __init__(self) -> None:
+    A layer that cannot be compiled ends it for all: they run as they are, or, with `is_required`,
+    LoadError is raised.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], *, is_required: bool) -> None:
+        self._layers = layers
+        self._is_required = is_required
         self._graphs: dict[Any, Callable[..., Any]] = {}
-
-    def install(self, layers: Sequence[nn.Module]) -> None:
-        """Route each layer's forward through its graph. The first call of each kind compiles."""
+        self.is_active = True
         for layer in layers:
             self._install_one(layer)
 
@@ -200,10 +228,26 @@ class LayerCompiler:
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal graph
             if graph is None:
-                graph = self._graph(kind, layer, args, kwargs)
+                try:
+                    graph = self._graph(kind, layer, args, kwargs)
+                except Exception as error:
+                    self._give_up(layer, error)
+                    return layer(*args, **kwargs)
             return graph(*weights, *_row_tensors(args, kwargs))[0]
 
         layer.forward = forward
+
+    def _give_up(self, layer: nn.Module, error: Exception) -> None:
+        lines = str(error).strip().splitlines()
+        reason = f"{type(layer).__name__}: {type(error).__name__}: {lines[0] if lines else ''}"
+        if self._is_required:
+            raise LoadError(
+                f"compile_layers: on cannot be had for {reason}; use auto or off"
+            ) from error
+        logger.warning("layers run eagerly: %s", reason)
+        self.is_active = False
+        for installed in self._layers:
+            installed.__dict__.pop("forward", None)
 
     def _graph(
         self, kind: Any, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

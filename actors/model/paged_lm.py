@@ -75,9 +75,11 @@ class PagedCausalLM:
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self._vocab_size = config.vocab_size
         self._batch_invariant = batch_invariant
-        self.compiled = self._decide_compile(compile_layers)
+        self._compiles = self._decide_compile(compile_layers)
+        self._must_compile = compile_layers == "on"
+        self._compiler: LayerCompiler | None = None
         self._install_rotary(max_positions)
-        if self.compiled:
+        if self._compiles:
             fuse_projections(loaded.layers)
         packed, plain = pack_linears(self._model)
         num_experts_packed = pack_experts(self._model)
@@ -90,7 +92,7 @@ class PagedCausalLM:
             "loaded %s: %.0fM parameters, %s on %s, %d linears packed, %d plain, %d expert layers "
             "packed, layers %s, %.1f s",
             config.model, self.num_parameters / 1e6, self.dtype, device, packed, plain,
-            num_experts_packed, "compiled" if self.compiled else "eager",
+            num_experts_packed, "compiled" if self._compiles else "eager",
             time.perf_counter() - started,
         )  # fmt: skip
 
@@ -155,8 +157,13 @@ class PagedCausalLM:
             )
             geometry.module.paged_cache = cache
             self.caches.append(cache)
-        if self.compiled:
-            LayerCompiler().install(self._loaded.layers)
+        if self._compiles:
+            self._compiler = LayerCompiler(self._loaded.layers, is_required=self._must_compile)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers run compiled. Known for sure once the first forward has tried."""
+        return self._compiles and (self._compiler is None or self._compiler.is_active)
 
     @property
     def is_batch_invariant(self) -> bool:

@@ -89,7 +89,6 @@ class TargetActor:
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "threads": torch.get_num_threads(),
             "parameters": self._target.model.num_parameters,
-            "layers_compiled": self._target.model.compiled,
             "kv_layers": {
                 "target": self._target.kv_layers("target"),
                 **({"draft": self._draft.kv_layers("draft")} if self._draft else {}),
@@ -118,12 +117,15 @@ class TargetActor:
         if self._draft is not None:
             self._draft.allocate(num_blocks)
 
-    def warm_up(self) -> bool:
-        """Compile and prepare kernels. Returns whether this rank's rows are batch-invariant."""
+    def warm_up(self) -> dict[str, Any]:
+        """Compile and prepare kernels. Returns what is only known then."""
         self._target.warm_up()
         if self._draft is not None:
             self._draft.warm_up()
-        return self._target.model.is_batch_invariant
+        return {
+            "layers_compiled": self._target.model.compiled,
+            "batch_invariant": self._target.model.is_batch_invariant,
+        }
 
     def traffic(self) -> dict[str, dict[str, float]]:
         """Collective calls of the target's ranks so far, bytes handed to others and seconds, by

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.errors import LoadError
+from actors.model import paged_lm
 from actors.model.inputs import SlotTables
 from tests.unit.model.conftest import Runner
 
@@ -97,6 +99,21 @@ def test_compiled_layers_equal_eager_and_keep_their_bits(
         again = compiled.rows((1, 0, ids[:40]))
         assert torch.equal(again, whole[:40])
         assert torch.equal(compiled.rows((1, 40, ids[40 : 40 + size])), whole[40 : 40 + size])
+
+
+def test_layers_that_cannot_be_compiled_run_eagerly(
+    family_dir: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """gemma4's layers hand each other a dictionary."""
+    path, ids = family_dir("gemma4_text", **FAMILIES["gemma4_text"]), prompt(40)
+    with pytest.raises(LoadError, match="compile_layers: on cannot be had for Gemma4Text"):
+        Runner(path, compile_layers="on").rows((0, 0, ids))
+    monkeypatch.setattr(paged_lm, "_COMPILE_MIN_PARAMETERS", 0)
+    runner = Runner(path, compile_layers="auto")
+    assert torch.equal(runner.rows((0, 0, ids)), Runner(path).rows((0, 0, ids)))
+    assert not runner.lm.compiled and "layers run eagerly: Gemma4Text" in caplog.text
 
 
 def test_no_logits_rows_still_writes_kv(family_dir: Callable[..., Path]) -> None:
