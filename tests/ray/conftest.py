@@ -14,7 +14,7 @@ from tests.tiny import write_tiny_model
 ROOT = str(Path(__file__).parents[2])
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def fake_gpu_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Ray with 8 CPUs and 4 GPUs that exist in its books only. Gone afterwards."""
     with pytest.MonkeyPatch.context() as patch:

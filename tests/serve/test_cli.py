@@ -26,6 +26,8 @@ def paceline(*arguments: str, env: dict[str, str] | None = None) -> subprocess.P
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A suite that a script started in the background would hand down an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
