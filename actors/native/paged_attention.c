@@ -27,6 +27,7 @@
 #define W 8      /* floats a vector; gcc and clang lower it to what the machine has */
 #define LANES 4  /* queries handled together, so that a key vector is loaded once for four */
 #define PART 256 /* positions a partition; a multiple of BLOCK */
+#define WORTH_THREADS 2048 /* keys to look at, below which waking threads takes longer */
 #define NB (BLOCK / W)
 #define ND (HEAD_DIM / W)
 #define NEG -1e30f
@@ -138,16 +139,17 @@ static __attribute__((noinline)) void partial(const Ctx *c, int64_t kvh, int64_t
       }
       st[i].m = m;
       st[i].l = st[i].l * alpha + hsum(sum);
-      vf a = splat(alpha);
-      for (int d = 0; d < ND; d++) st[i].acc[d] *= a;
+      vf a = splat(alpha), acc[ND]; /* of its own, so that it stays in registers */
+      for (int d = 0; d < ND; d++) acc[d] = st[i].acc[d] * a;
       /* A block reaching past this query's position holds keys of later rows, or what an earlier
        * owner left: their weight is 0, but 0 * inf would not be. Stop at the last valid one. */
       int64_t nv = last - p0 + 1 < BLOCK ? last - p0 + 1 : BLOCK;
       for (int64_t t = 0; t < nv; t++) {
         vf w = splat(s[i][t / W][t % W]);
         const float *vt = v + t * HEAD_DIM;
-        for (int d = 0; d < ND; d++) st[i].acc[d] += w * *(const vf *)(vt + d * W);
+        for (int d = 0; d < ND; d++) acc[d] += w * *(const vf *)(vt + d * W);
       }
+      for (int d = 0; d < ND; d++) st[i].acc[d] = acc[d];
     }
   }
 }
@@ -204,14 +206,17 @@ int paged_attention(const float *q, float *out, const float *k_cache, const floa
                     float scale, float softcap, int64_t window, int threads) {
   int64_t G = num_heads / num_kv_heads;
   /* An item is LANES consecutive (row, head-in-group) pairs of one request and kv head. */
-  int64_t num_items = 0, max_parts = 1;
+  int64_t num_items = 0, max_parts = 1, num_keys = 0;
   for (int64_t r = 0; r < R; r++) {
     int64_t qn = (int64_t)(query_start[r + 1] - query_start[r]) * G;
-    num_items += (qn + LANES - 1) / LANES * num_kv_heads;
+    int64_t of_request = (qn + LANES - 1) / LANES * num_kv_heads;
+    num_items += of_request;
+    num_keys += of_request * seq_lens[r];
     int64_t parts = ((int64_t)seq_lens[r] + PART - 1) / PART;
     if (parts > max_parts) max_parts = parts;
   }
   if (num_items == 0) return 0;
+  if (num_keys < WORTH_THREADS) threads = 1;
   int32_t(*items)[3] = malloc(num_items * sizeof(*items));
   if (!items) return -1;
   int64_t n = 0;
