@@ -213,7 +213,9 @@ class PagedCausalLM:
         for num_rows in range(max_rows, 0, -1):
             entry = EntryRows(0, 0, token_array([0] * num_rows), num_rows)
             self.forward(tables.flatten([entry], self.device))
-        if self.is_batch_invariant:
+        # Decided by what all ranks have in common, not by what this machine can do: they must run
+        # the same number of forwards.
+        if self._batch_invariant and self.device.type == "cpu" and self.dtype == torch.float32:
             self._rows_are_apart = self._check_rows(tables)
 
     def _check_rows(self, tables: SlotTables) -> bool:
