@@ -247,7 +247,10 @@ class Replica:
             size = self.config.parallel.data_parallel_size
             meeting = Rendezvous(host, int(port), "experts", size, self._generation)
             _call(
-                [t.call.remote("join_replicas", meeting, gang.rank) for t in self._targets],
+                [
+                    t.call.remote("join_replicas", meeting, gang.rank, LOAD_TIMEOUT_S)
+                    for t in self._targets
+                ],
                 gang.check,
             )
         except TransportError as error:

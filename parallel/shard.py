@@ -163,26 +163,19 @@ class _Planner:
 
     def _output_range(self, name: str, module: nn.Linear) -> tuple[int, int]:
         leaf = name.rpartition(".")[2]
-        if leaf == "query_key_value" and _num_kv_heads(self._config) == (
-            self._config.num_attention_heads
-        ):
-            # Head by head: query, key and value of the first, then of the second.
-            num_heads = self._config.num_attention_heads
-            begin, end = even_range(num_heads, *self._where, "num_attention_heads")
-            width = module.out_features // num_heads
-            return begin * width, end * width
-        if "qkv" in leaf or leaf == "query_key_value":
+        num_heads, num_kv_heads = self._config.num_attention_heads, _num_kv_heads(self._config)
+        # Joined head by head: query, key and value of the first, then of the second.
+        is_by_head = leaf == "query_key_value" and num_kv_heads == num_heads
+        if not is_by_head and ("qkv" in leaf or leaf == "query_key_value"):
             raise TopologyError(
                 f"{name} joins query, key and value, and the plan does not say where each part "
                 "lies; serve the model with tensor_parallel_size: 1"
             )
         if leaf in ("k_proj", "v_proj"):
-            num_kv_heads = _num_kv_heads(self._config)
             begin, end = kv_head_range(num_kv_heads, *self._where)
             width = module.out_features // num_kv_heads
             return begin * width, end * width
-        if leaf == "q_proj":
-            num_heads = self._config.num_attention_heads
+        if leaf == "q_proj" or is_by_head:
             begin, end = even_range(num_heads, *self._where, "num_attention_heads")
             width = module.out_features // num_heads
             return begin * width, end * width

@@ -131,6 +131,7 @@ def _trace_and_compile(
     fakes = [fake(w, symbolic=False) for w in weights] + [fake(x, symbolic=True) for x in inputs]
     with fake_mode:
         graph = make_fx(flat, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
+    # What a layer computes twice from the same input is computed once.
     graph.graph = fx_graph_cse(graph.graph)
     graph.recompile()
     values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]

@@ -24,7 +24,6 @@ from specconfig.engine import EngineConfig
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 60.0
-LOAD_TIMEOUT_S = 1800.0
 
 
 class TargetActor:
@@ -96,10 +95,10 @@ class TargetActor:
             "free_device_bytes": free,
         }
 
-    def join_replicas(self, meeting: Rendezvous, replica: int) -> None:
+    def join_replicas(self, meeting: Rendezvous, replica: int, timeout_s: float) -> None:
         """Meet the same rank of the other replicas, with which the experts are shared.
 
-        They may still be loading for as long as a model may load.
+        They may still be loading: `timeout_s` is how long they are waited for.
         """
         meeting = meeting._replace(role=f"{meeting.role}-{self._rank}")
         self._replicas = join_group(
@@ -107,7 +106,7 @@ class TargetActor:
             replica,
             self._device,
             host=self._host if replica == 0 else None,
-            meeting_timeout_s=LOAD_TIMEOUT_S,
+            meeting_timeout_s=timeout_s,
         )
         self._target.model.join_replicas(self._replicas)
 

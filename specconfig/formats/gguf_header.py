@@ -121,6 +121,13 @@ def read_gguf_facts(path: Path) -> dict[str, Any]:
     model_type, architecture = _ARCHITECTURES[name]
     facts: dict[str, Any] = {"model_type": model_type, "architectures": [architecture]}
     for source, key in _KEYS.items():
+        if f"{name}.{source}" in header.lengths:
+            raise FormatError(
+                f"{name}.{source}",
+                f"an array of {header.lengths[f'{name}.{source}']}",
+                "one number for all layers",
+                "use the original Hugging Face checkpoint",
+            )
         found = value(f"{name}.{source}")
         if found is not None:
             facts[key] = found

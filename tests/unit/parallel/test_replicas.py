@@ -116,7 +116,7 @@ def serve_replica(
     has_draft = target._config.draft_placement == "fused"
     target.load(has_draft, None, None, rank, num_replicas)
     target.allocate(NUM_BLOCKS)
-    target.join_replicas(meeting, rank)
+    target.join_replicas(meeting, rank, 60.0)
     target.warm_up()
     target.loop(paths[rank], None, 1)
     return target._replicas.num_calls["reduce_scatter"]

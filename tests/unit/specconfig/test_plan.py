@@ -288,6 +288,18 @@ def test_gguf_header(tmp_path: Path, arch: str, expected: str) -> None:
     assert (model.eos_token_ids, model.quantization) == ((2,), "gguf")
 
 
+def test_gguf_with_numbers_by_layer_is_refused(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_head_count_kv([2, 4])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"head_count_kv.*an array of 2"):
+        EngineArgs(model=str(path)).resolve()
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
