@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.assembly import build_draft_host
-from actors.messages import BlockDelta, SlotParams, token_array
 from actors.model import attention, loader, paged_lm
 from actors.model.inputs import EntryRows, SlotTables
-from actors.preflight import build_lookup_drafter, size_kv
-from actors.protocols import GenerateRequest, LookupDrafter
-from actors.step_client import InProcessStepClient
+from actors.requests import GenerateRequest
+from actors.startup.preflight import build_lookup_drafter, size_kv
+from actors.startup.workers import build_draft_host
+from actors.steps.client import InProcessStepClient
+from actors.steps.messages import BlockDelta, SlotParams, token_array
+from actors.steps.protocols import LookupDrafter
 from actors.target.runner import TargetRunner
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits

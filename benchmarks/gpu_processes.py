@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from actors.assembly import build_draft_host
-from actors.preflight import size_kv
-from actors.step_client import (
+from actors.startup.preflight import size_kv
+from actors.startup.workers import build_draft_host
+from actors.steps.client import (
     ReconnectingDrafts,
     SocketStepClient,
     draft_handler,

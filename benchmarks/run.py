@@ -70,7 +70,13 @@ class _Stepper:
     def __init__(self, config: Any, context: int = 256) -> None:
         import torch
 
-        from actors.messages import BlockDelta, SlotParams, StepPlan, TargetEntry, token_array
+        from actors.steps.messages import (
+            BlockDelta,
+            SlotParams,
+            StepPlan,
+            TargetEntry,
+            token_array,
+        )
         from actors.target.runner import TargetRunner
 
         self._make = (StepPlan, TargetEntry, token_array)
@@ -111,7 +117,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _generate(engine: Any, ids: list[int], new_tokens: int, **kw: Any) -> dict[str, Any]:
-    from actors.protocols import GenerateRequest
+    from actors.requests import GenerateRequest
 
     request = GenerateRequest(
         request_id=f"bench-{time.perf_counter_ns()}",
@@ -142,8 +148,8 @@ def generate(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from actors.assembly import build_in_process
-    from actors.preflight import load_tokenizer
+    from actors.startup.in_process import build_in_process
+    from actors.startup.preflight import load_tokenizer
     from benchmarks.workloads import OWN, by_category, chat_ids
 
     config = _config(options, enable_prefix_caching=False)
@@ -209,8 +215,8 @@ def neighbour(options: argparse.Namespace) -> dict[str, Any]:
 
 def ngram(options: argparse.Namespace) -> dict[str, Any]:
     """Per prompt, plain and n-gram decode one after the other on one engine; same tokens."""
-    from actors.assembly import build_in_process
-    from actors.preflight import load_tokenizer
+    from actors.startup.in_process import build_in_process
+    from actors.startup.preflight import load_tokenizer
     from benchmarks.workloads import by_category, chat_ids
 
     config = _config(options, NGRAM, enable_prefix_caching=False)
@@ -258,7 +264,7 @@ def invariance(options: argparse.Namespace) -> dict[str, Any]:
     """A 512-row prompt chunk and a 5-row step with `batch_invariant` on and off."""
     import torch
 
-    from actors.messages import BlockDelta, SlotParams, StepPlan, TargetEntry, token_array
+    from actors.steps.messages import BlockDelta, SlotParams, StepPlan, TargetEntry, token_array
     from actors.target.runner import TargetRunner
 
     def prepare(exact: bool) -> Callable[[int, int], float]:
@@ -295,9 +301,9 @@ def actors(options: argparse.Namespace) -> dict[str, Any]:
     """Decode milliseconds a token: separate target actor against the same engine in process."""
     import ray
 
-    from actors.assembly import build_in_process
-    from actors.launch import Replica
-    from actors.preflight import load_tokenizer
+    from actors.startup.in_process import build_in_process
+    from actors.startup.launch import Replica
+    from actors.startup.preflight import load_tokenizer
 
     config = _config(options, NGRAM)
     tokenizer = load_tokenizer(config)
@@ -351,8 +357,8 @@ def tp(options: argparse.Namespace) -> dict[str, Any]:
 
     import ray
 
-    from actors.launch import Replica
-    from actors.preflight import load_tokenizer
+    from actors.startup.launch import Replica
+    from actors.startup.preflight import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         model = _write_small_model(Path(folder), options.model)
@@ -427,7 +433,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     """Second start of a replica (the first fills the compile cache)."""
     import ray
 
-    from actors.launch import Replica
+    from actors.startup.launch import Replica
 
     _start_ray()
     seconds = []

@@ -109,7 +109,7 @@ def _grouping(config: EngineConfig) -> dict[str, Any]:
 
 
 def _bundles(config: EngineConfig) -> list[dict[str, float]]:
-    """What `actors.launch.Replica.bundles` says, without its imports.
+    """What `actors.startup.launch.Replica.bundles` says, without its imports.
 
     Those take seconds (torch), and this runs in a task of its own on each deploy; a test keeps the
     two equal.

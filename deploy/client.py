@@ -21,7 +21,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from actors.protocols import RunOutput
+from actors.requests import RunOutput
 from deploy.engine_client import EngineClient, HandleEngineClient
 from deploy.facts import ServedModel
 from deploy.openai.answers import merge

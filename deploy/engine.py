@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.errors import EngineDead
-from actors.protocols import GenerateRequest, RunOutput
+from actors.requests import GenerateRequest, RunOutput
 from deploy.engine_client import ReplicaReport
 from deploy.facts import ServedModel
 from deploy.gang import GangSeat, describe_gang, take_seat
@@ -27,7 +27,7 @@ STALE_STEP_S = 60.0
 _NO_ACCEPTANCE_DRAFTS = 200
 
 # (config, placement group, seat in a gang of data-parallel ranks) -> a running
-# actors.launch.Replica
+# actors.startup.launch.Replica
 StartReplica = Callable[[EngineConfig, Any, GangSeat | None], Any]
 
 
@@ -42,7 +42,7 @@ class RuntimeKnobs(BaseModel):
 
 def start_replica(config: EngineConfig, placement_group: Any, seat: GangSeat | None) -> Any:
     """Start the real thing. Imported late: the driver that only builds the app needs no torch."""
-    from actors.launch import Replica
+    from actors.startup.launch import Replica
 
     if seat is None:
         return Replica.start(config, placement_group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from actors.protocols import GenerateRequest, RunOutput
+from actors.requests import GenerateRequest, RunOutput
 from deploy.openai.errors import root_cause
 
 

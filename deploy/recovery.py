@@ -18,7 +18,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from actors.errors import EngineDead
-from actors.protocols import FinishReason, GenerateRequest, RunOutput, SpeculationStats
+from actors.requests import FinishReason, GenerateRequest, RunOutput, SpeculationStats
 from deploy.engine_client import EngineClient
 from deploy.openai.errors import is_busy, is_replica_loss, root_cause
 from deploy.text import TokenBytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.messages import Int32Array
+from actors.steps.messages import Int32Array
 
 
 @dataclass(frozen=True, slots=True)

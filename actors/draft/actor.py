@@ -9,10 +9,10 @@ from typing import Any
 import ray
 import torch
 
-from actors.assembly import build_draft_host, resolve_device
-from actors.protocols import DraftHostLike
-from actors.rank import rank_identity
-from actors.step_client import DraftShare, draft_handler, serve_steps
+from actors.startup.rank import rank_identity
+from actors.startup.workers import build_draft_host, resolve_device
+from actors.steps.client import DraftShare, draft_handler, serve_steps
+from actors.steps.protocols import DraftHostLike
 from parallel.groups import GroupHost, SingleRank, TPGroup, join_group
 from parallel.placement import num_draft_shares
 from parallel.topology import RankIdentity, Rendezvous

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from actors.kvcache.block_pool import BlockPool
 from actors.kvcache.prefix_index import BlockHash, PrefixIndex
-from actors.messages import BlockDelta, token_array
+from actors.steps.messages import BlockDelta, token_array
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from actors.messages import Int32Array
+from actors.steps.messages import Int32Array
 
 BlockHash = bytes
 _DIGEST_BYTES = 16

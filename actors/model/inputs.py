@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from actors.messages import BlockDelta, Int32Array, SlotParams
 from actors.model.attention import AttentionBatch
-from actors.sampling import LogitsRow
+from actors.sampling.rows import LogitsRow
+from actors.steps.messages import BlockDelta, Int32Array, SlotParams
 
 
 @dataclass(frozen=True, slots=True)

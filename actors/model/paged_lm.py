@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from actors.errors import LoadError
-from actors.messages import BlockDelta, SlotParams, token_array
 from actors.model.attention import PagedCache, native_kernels
 from actors.model.compiled import LayerCompiler, can_compile, fuse_projections
 from actors.model.experts import pack_experts
@@ -20,6 +19,7 @@ from actors.model.inputs import EntryRows, FlatBatch, SlotTables
 from actors.model.linear import pack_linears
 from actors.model.loader import LoadedModel, decoder_of, load_causal_lm, torch_dtype
 from actors.model.rotary import RotaryTable
+from actors.steps.messages import BlockDelta, SlotParams, token_array
 from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import SingleRank, TPGroup
 from parallel.topology import split_range

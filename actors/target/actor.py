@@ -9,11 +9,11 @@ from typing import Any
 import ray
 import torch
 
-from actors.assembly import FusedTarget, build_draft_host, resolve_device
-from actors.protocols import TargetRunnerLike
-from actors.rank import rank_identity
-from actors.step_client import DraftSource, ReconnectingDrafts, serve_steps, target_handler
-from actors.target.drafts import FusedRank, HostedDrafts, SharedDrafts
+from actors.startup.rank import rank_identity
+from actors.startup.workers import build_draft_host, resolve_device
+from actors.steps.client import DraftSource, ReconnectingDrafts, serve_steps, target_handler
+from actors.steps.drafts import FusedRank, FusedTarget, HostedDrafts, SharedDrafts
+from actors.steps.protocols import TargetRunnerLike
 from actors.target.runner import TargetRunner
 from parallel.groups import GroupHost, SingleRank, TPGroup, join_group
 from parallel.placement import num_draft_shares
@@ -27,9 +27,9 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 class TargetActor:
-    """One target rank. Created by `actors.launch`; methods are called in this order: identify and
-    open_rendezvous (with several ranks), load, allocate, join_replicas (with experts spread over
-    replicas), warm_up, loop. `loop` returns when the verifier stops or is gone."""
+    """One target rank. Created by `actors.startup.launch`; methods are called in this order:
+    identify and open_rendezvous (with several ranks), load, allocate, join_replicas (with experts
+    spread over replicas), warm_up, loop. `loop` returns when the verifier stops or is gone."""
 
     def __init__(self, config_json: str, rank: int) -> None:
         logging.basicConfig(level=logging.INFO)

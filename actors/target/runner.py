@@ -7,9 +7,9 @@ import time
 import numpy as np
 import torch
 
-from actors.messages import DraftTokens, Int32Array, RowStats, StepPlan, token_array
+from actors.model.host import ModelHost
 from actors.model.inputs import EntryRows
-from actors.model_host import ModelHost
+from actors.steps.messages import DraftTokens, Int32Array, RowStats, StepPlan, token_array
 from parallel.experts import ExpertShare
 from parallel.groups import SingleRank, TPGroup
 from specconfig.engine import EngineConfig

@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from actors.errors import InvalidRequest, PromptTooLong
-from actors.messages import token_array
-from actors.protocols import GenerateRequest
+from actors.requests import GenerateRequest
+from actors.steps.messages import token_array
 from actors.verifier.detokenize import Detokenizer, TextStream
 from actors.verifier.finish import FinishRules
 from actors.verifier.limits import EngineLimits

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.messages import Int32Array
+from actors.steps.messages import Int32Array
 
 
 def legal_prefix(draft_ids: Sequence[int], max_drafts: int, vocab_size: int) -> Int32Array:

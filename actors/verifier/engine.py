@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from actors.acceptance.base import AcceptanceMethod
 from actors.acceptance.exact import accept_exact
 from actors.errors import EngineDead, InvalidRequest, QueueFull
-from actors.protocols import GangLike, GenerateRequest, LookupDrafter, RunOutput, StepClient
+from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats, Snapshot
+from actors.steps.protocols import GangLike, LookupDrafter, StepClient
 from actors.verifier.admission import admit
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop

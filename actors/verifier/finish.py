@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from actors.protocols import FinishReason
+from actors.requests import FinishReason
 from actors.verifier.detokenize import StopMatch, TextStream
 
 

@@ -15,17 +15,10 @@ import numpy as np
 from actors.acceptance.base import AcceptanceMethod, VerifyRows
 from actors.acceptance.exact import accept_exact
 from actors.errors import EngineDead
-from actors.messages import INVALID_SAMPLE, Int32Array, RowStats, token_array
-from actors.protocols import (
-    FinishReason,
-    GangLike,
-    LookupDrafter,
-    RunOutput,
-    SpeculationStats,
-    StepClient,
-    TokenLogprob,
-)
+from actors.requests import FinishReason, RunOutput, SpeculationStats, TokenLogprob
 from actors.stats import EngineStats
+from actors.steps.messages import INVALID_SAMPLE, Int32Array, RowStats, token_array
+from actors.steps.protocols import GangLike, LookupDrafter, StepClient
 from actors.verifier.drafts import legal_prefix
 from actors.verifier.finish import decode_run, end_run
 from actors.verifier.limits import EngineLimits

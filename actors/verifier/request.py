@@ -10,8 +10,8 @@ import numpy as np
 
 from actors.kvcache.block_table import BlockTable
 from actors.kvcache.prefix_index import BlockHash
-from actors.messages import Int32Array, SlotParams, token_array
-from actors.protocols import GenerateRequest, RunOutput, SpeculationStats
+from actors.requests import GenerateRequest, RunOutput, SpeculationStats
+from actors.steps.messages import Int32Array, SlotParams, token_array
 from actors.verifier.detokenize import TextStream
 from actors.verifier.finish import FinishRules
 

@@ -14,8 +14,15 @@ import numpy as np
 
 from actors.kvcache.block_table import BlockTables
 from actors.kvcache.prefix_index import extend_hashes
-from actors.messages import BlockDelta, DraftEntry, Int32Array, SlotParams, StepPlan, TargetEntry
 from actors.stats import EngineStats
+from actors.steps.messages import (
+    BlockDelta,
+    DraftEntry,
+    Int32Array,
+    SlotParams,
+    StepPlan,
+    TargetEntry,
+)
 from actors.verifier.limits import EngineLimits
 from actors.verifier.request import NO_DRAFTS, Request, RequestStatus
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from actors.protocols import RunOutput
+from actors.requests import RunOutput
 from deploy.openai.logprobs import CompletionLogprobs, chat_logprobs
 from deploy.openai.protocol import Sampling
 from deploy.openai.usage import usage_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from actors.protocols import RunOutput, TokenLogprob
+from actors.requests import RunOutput, TokenLogprob
 from deploy.text import TokenBytes
 
 # JSON has no infinity; this is what the public API shows for "impossible".

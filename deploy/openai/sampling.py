@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from actors.errors import PromptTooLong
-from actors.protocols import GenerateRequest
+from actors.requests import GenerateRequest
 from deploy.facts import ServedModel
 from deploy.openai.errors import bad_request
 from deploy.openai.protocol import Sampling

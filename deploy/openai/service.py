@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from actors.protocols import FinishReason, GenerateRequest, RunOutput
+from actors.requests import FinishReason, GenerateRequest, RunOutput
 from deploy.engine_client import EngineClient, ReplicaReport
 from deploy.facts import ServedModel
 from deploy.openai.answers import Answer, ChatAnswer, Json, TextAnswer

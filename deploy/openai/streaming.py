@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Final
 
-from actors.protocols import RunOutput
+from actors.requests import RunOutput
 from deploy.openai.answers import Answer, merge
 from deploy.openai.errors import from_exception
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.protocols import RunOutput
+from actors.requests import RunOutput
 
 
 def usage_of(output: RunOutput) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _LOOK_S = 1.0
 
 
 class Relay:
-    """Of one node. Knows sockets only; `actors.launch` makes an actor of it.
+    """Of one node. Knows sockets only; `actors.startup.launch` makes an actor of it.
 
     Args:
         host: Address of this node that other nodes reach.

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from actors.assembly import build_in_process
-from actors.preflight import load_tokenizer
-from actors.protocols import GenerateRequest
+from actors.requests import GenerateRequest
+from actors.startup.in_process import build_in_process
+from actors.startup.preflight import load_tokenizer
 from specconfig import EngineArgs
 
 pytestmark = pytest.mark.model

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from actors.assembly import build_in_process
 from actors.errors import PromptTooLong
-from actors.protocols import GenerateRequest, RunOutput
+from actors.requests import GenerateRequest, RunOutput
+from actors.startup.in_process import build_in_process
 from actors.verifier.engine import VerifierEngine
 from specconfig import EngineArgs
 from tests.tiny import byte_tokenizer, write_tiny_model

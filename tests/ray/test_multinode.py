@@ -16,9 +16,9 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from actors.assembly import build_in_process
-from actors.launch import Replica
-from actors.protocols import GenerateRequest
+from actors.requests import GenerateRequest
+from actors.startup.in_process import build_in_process
+from actors.startup.launch import Replica
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
 

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import ray
 
-from actors.assembly import build_in_process
 from actors.errors import LoadError
-from actors.launch import Replica
-from actors.protocols import GenerateRequest, RunOutput
+from actors.requests import GenerateRequest, RunOutput
+from actors.startup.in_process import build_in_process
+from actors.startup.launch import Replica
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
 

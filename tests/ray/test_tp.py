@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from actors.assembly import build_in_process
 from actors.errors import EngineDead, EngineError
-from actors.launch import Replica
-from actors.protocols import GenerateRequest
+from actors.requests import GenerateRequest
+from actors.startup.in_process import build_in_process
+from actors.startup.launch import Replica
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
 

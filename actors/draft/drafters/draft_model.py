@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from actors.errors import LoadError
-from actors.messages import DraftEntry, DraftTokens, StepPlan, token_array
+from actors.model.host import ModelHost
 from actors.model.inputs import EntryRows
-from actors.model_host import ModelHost
+from actors.steps.messages import DraftEntry, DraftTokens, StepPlan, token_array
 from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig

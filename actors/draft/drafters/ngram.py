@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from actors.messages import Int32Array
+from actors.steps.messages import Int32Array
 from specconfig.engine import EngineConfig
 
 _ID_BYTES = 4

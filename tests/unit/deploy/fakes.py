@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from actors.protocols import (
+from actors.requests import (
     FinishReason,
     GenerateRequest,
     RunOutput,

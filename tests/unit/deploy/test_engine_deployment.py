@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from actors.errors import EngineDead
-from actors.launch import Replica
-from actors.protocols import FinishReason, GenerateRequest, RunOutput
+from actors.requests import FinishReason, GenerateRequest, RunOutput
+from actors.startup.launch import Replica
 from actors.stats import EngineStats
 from actors.verifier.engine import EngineStatus
 from deploy.app import _bundles, api_keys

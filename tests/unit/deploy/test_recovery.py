@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
 from actors.errors import EngineDead, InvalidRequest, QueueFull
-from actors.protocols import FinishReason, GenerateRequest, RunOutput
+from actors.requests import FinishReason, GenerateRequest, RunOutput
 from deploy.recovery import RecoveryPolicy, generate_with_recovery
 from deploy.text import TextProcessor
 from tests.unit.deploy.fakes import ScriptedEngine

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.messages import DraftTokens, RowStats, SlotParams, StepPlan, token_array
-from actors.protocols import GenerateRequest, RunOutput
+from actors.requests import GenerateRequest, RunOutput
+from actors.steps.messages import DraftTokens, RowStats, SlotParams, StepPlan, token_array
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 

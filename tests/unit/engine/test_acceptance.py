@@ -4,7 +4,7 @@ import numpy as np
 
 from actors.acceptance.base import VerifyRows
 from actors.acceptance.exact import accept_exact
-from actors.messages import token_array
+from actors.steps.messages import token_array
 
 
 def brute_force(requests):

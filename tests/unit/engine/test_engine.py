@@ -10,9 +10,9 @@ import pytest
 
 from actors.draft.drafters.ngram import NgramDrafter
 from actors.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull
-from actors.messages import INVALID_SAMPLE
-from actors.protocols import FinishReason, RunOutput
-from actors.step_client import InProcessStepClient
+from actors.requests import FinishReason, RunOutput
+from actors.steps.client import InProcessStepClient
+from actors.steps.messages import INVALID_SAMPLE
 from actors.verifier.engine import VerifierEngine
 from tests.unit.engine import fakes
 from tests.unit.engine.test_text import BYTES

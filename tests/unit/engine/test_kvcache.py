@@ -10,7 +10,7 @@ from actors.kvcache.block_pool import BlockPool
 from actors.kvcache.block_table import BlockTables
 from actors.kvcache.prefix_index import chain_hash, extend_hashes, root_hash
 from actors.kvcache.sizing import KVLayers, size_kv_cache
-from actors.messages import token_array
+from actors.steps.messages import token_array
 
 
 def test_block_0_is_never_handed_out_and_eviction_is_oldest_first():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.step_client import InProcessStepClient
+from actors.steps.client import InProcessStepClient
 from actors.verifier.engine import VerifierEngine
 from tests.unit.engine import fakes
 

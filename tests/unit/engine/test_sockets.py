@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from actors.errors import EngineDead, StepTimeout, WorkerLost
-from actors.messages import StepPlan, TargetEntry, token_array
-from actors.step_client import (
+from actors.steps.client import (
     DraftReceiver,
     FrameKind,
     SocketStepClient,
@@ -21,6 +20,7 @@ from actors.step_client import (
     serve_steps,
     target_handler,
 )
+from actors.steps.messages import StepPlan, TargetEntry, token_array
 from actors.verifier.engine import VerifierEngine
 from parallel.transport.frames import (
     MAX_BODY_BYTES,

@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from actors.protocols import FinishReason
+from actors.requests import FinishReason
 from actors.verifier.detokenize import Detokenizer, StopMatch, StopStrings, TextStream
 from actors.verifier.finish import FinishRules, decode_run, end_run
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import BlockDelta, SlotParams, token_array
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
+from actors.steps.messages import BlockDelta, SlotParams, token_array
 from specconfig import EngineArgs
 
 CPU = torch.device("cpu")

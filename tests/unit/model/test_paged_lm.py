@@ -117,8 +117,8 @@ def test_layers_that_cannot_be_compiled_run_eagerly(
 
 
 def test_no_logits_rows_still_writes_kv(family_dir: Callable[..., Path]) -> None:
-    from actors.messages import token_array
     from actors.model.inputs import EntryRows
+    from actors.steps.messages import token_array
 
     path, ids = family_dir("llama"), prompt(20)
     runner = Runner(path)
@@ -128,9 +128,9 @@ def test_no_logits_rows_still_writes_kv(family_dir: Callable[..., Path]) -> None
 
 
 def test_bfloat16_runs_on_the_torch_path(family_dir: Callable[..., Path]) -> None:
-    from actors.messages import BlockDelta, SlotParams, token_array
     from actors.model.inputs import EntryRows, SlotTables
     from actors.model.paged_lm import PagedCausalLM
+    from actors.steps.messages import BlockDelta, SlotParams, token_array
     from specconfig import EngineArgs
 
     path, ids = family_dir("llama"), prompt(40)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import SlotParams
-from actors.noise import gumbel, row_key, uniform
-from actors.sampling import LogitsRow, processed_logits, sample_rows
+from actors.sampling.noise import gumbel, row_key, uniform
+from actors.sampling.rows import LogitsRow, processed_logits, sample_rows
+from actors.steps.messages import SlotParams
 
 VOCAB = 12
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from actors.messages import DraftEntry, DraftTokens, StepPlan, token_array
-from actors.step_client import DraftShare, merge_shares
-from actors.target.drafts import HostedDrafts, SharedDrafts
+from actors.steps.client import DraftShare, merge_shares
+from actors.steps.drafts import HostedDrafts, SharedDrafts
+from actors.steps.messages import DraftEntry, DraftTokens, StepPlan, token_array
 from parallel.groups import TPGroup
 from tests.unit.parallel.conftest import CPU, Ranks
 

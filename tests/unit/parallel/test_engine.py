@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from actors.assembly import build_in_process
 from actors.draft.actor import DraftActor
 from actors.errors import LoadError
-from actors.preflight import build_lookup_drafter, load_tokenizer
-from actors.protocols import GenerateRequest
-from actors.step_client import SocketStepClient
+from actors.requests import GenerateRequest
+from actors.startup.in_process import build_in_process
+from actors.startup.preflight import build_lookup_drafter, load_tokenizer
+from actors.steps.client import SocketStepClient
 from actors.target.actor import TargetActor
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.preflight import build_lookup_drafter, load_tokenizer
-from actors.step_client import SocketStepClient
+from actors.startup.preflight import build_lookup_drafter, load_tokenizer
+from actors.steps.client import SocketStepClient
 from actors.target.actor import TargetActor
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
@@ -38,9 +38,9 @@ def share_of_logits(
     rank: int, num_replicas: int, tp: list[Rendezvous], rows: list[Rendezvous], path: str
 ) -> dict[str, Any]:
     """Logits of one rank's replica: of its own prompt, in its own chunks."""
-    from actors.messages import BlockDelta, SlotParams, token_array
     from actors.model.inputs import EntryRows, SlotTables
     from actors.model.paged_lm import PagedCausalLM
+    from actors.steps.messages import BlockDelta, SlotParams, token_array
     from specconfig import EngineArgs
 
     size = tp[0].size

@@ -52,9 +52,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def rank_logits(group: TPGroup, path: str, ids: list[int], expert_parallel: bool) -> dict[str, Any]:
     """All ranks' logits side by side: of one chunk, and token by token."""
-    from actors.messages import BlockDelta, SlotParams, token_array
     from actors.model.inputs import EntryRows, SlotTables
     from actors.model.paged_lm import PagedCausalLM
+    from actors.steps.messages import BlockDelta, SlotParams, token_array
     from specconfig import EngineArgs
 
     args = EngineArgs(model=path, dtype="float32", max_model_len=200)

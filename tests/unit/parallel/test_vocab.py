@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.acceptance.shard import VerifierShard
-from actors.messages import SlotParams
-from actors.noise import gumbel, row_key
-from actors.sampling import LogitsRow, sample_rows
+from actors.sampling.noise import gumbel, row_key
+from actors.sampling.rows import LogitsRow, sample_rows
+from actors.sampling.shard import VerifierShard
+from actors.steps.messages import SlotParams
 from parallel.groups import SingleRank, TPGroup
 from parallel.topology import split_range
 from parallel.vocab import ShardedLogits

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from actors.errors import EngineDead
-from actors.messages import DraftTokens, RowStats, StepPlan, token_array
 from actors.stats import EngineStats
-from actors.step_client import InProcessStepClient, no_drafts
+from actors.steps.client import InProcessStepClient, no_drafts
+from actors.steps.messages import DraftTokens, RowStats, StepPlan, token_array
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from actors.errors import WorkerLost
-from actors.messages import StepPlan, TargetEntry, token_array
-from actors.step_client import FrameKind, SocketStepClient, serve_steps, target_handler
+from actors.steps.client import FrameKind, SocketStepClient, serve_steps, target_handler
+from actors.steps.messages import StepPlan, TargetEntry, token_array
 from parallel.transport.frames import (
     HEADER,
     MAGIC,

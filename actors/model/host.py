@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from actors.acceptance.shard import VerifierShard
 from actors.kvcache.sizing import KVLayers
-from actors.messages import StepPlan
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
-from actors.sampling import Samples
+from actors.sampling.rows import Samples
+from actors.sampling.shard import VerifierShard
+from actors.steps.messages import StepPlan
 from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig

@@ -1,6 +1,6 @@
 """VerifierShard: a rank's part of the logits to the samples of all rows, over the group.
 
-The same law as `actors.sampling`, row for row, with the vocabulary split over ranks: what a single
+The same law as `actors.sampling.rows`, row for row, with the vocabulary split over ranks: what one
 rank finds by looking at a whole row, the ranks find by exchanging a few numbers a row. Which
 exchanges happen depends only on the requests' parameters and on values that every rank has, so the
 ranks cannot get out of step. Results do not depend on how many ranks there are.
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.messages import INVALID_SAMPLE
-from actors.noise import gumbel, row_key
-from actors.sampling import LogitsRow, Samples, sample_rows
+from actors.sampling.noise import gumbel, row_key
+from actors.sampling.rows import LogitsRow, Samples, sample_rows
+from actors.steps.messages import INVALID_SAMPLE
 from parallel.groups import TPGroup
 from parallel.vocab import ShardedLogits
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from actors.errors import LoadError
 from actors.kvcache.sizing import KVLayers, KVSizing, size_kv_cache
-from actors.protocols import LookupDrafter
+from actors.steps.protocols import LookupDrafter
 from specconfig.engine import EngineConfig
 from specconfig.model import ModelConfig
 

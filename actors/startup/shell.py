@@ -1,4 +1,4 @@
-"""What `actors.launch` puts on Ray: shells that import their role in the process they run in.
+"""What the launcher puts on Ray: shells that import their role in the process they run in.
 
 Handing Ray a role's class itself would import torch and transformers in the verifier's process
 too, seconds of every start and recovery, for nothing.

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.messages import INVALID_SAMPLE, Float32Array, Int32Array, SlotParams
-from actors.noise import gumbel, row_key
+from actors.sampling.noise import gumbel, row_key
+from actors.steps.messages import INVALID_SAMPLE, Float32Array, Int32Array, SlotParams
 from parallel.vocab import mass_needed, masses
 
 # Below this a temperature means greedy, in target and draft alike.

@@ -20,11 +20,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.errors import LoadError, WorkerLost
 from actors.kvcache.sizing import KVLayers, KVSizing
-from actors.nodes import ReplicaNodes
-from actors.preflight import build_lookup_drafter, check_supported, load_tokenizer, size_kv
-from actors.protocols import GangLike
-from actors.shell import Draft, RoleShell, Target
-from actors.step_client import SocketStepClient
+from actors.startup.nodes import ReplicaNodes
+from actors.startup.preflight import build_lookup_drafter, check_supported, load_tokenizer, size_kv
+from actors.startup.shell import Draft, RoleShell, Target
+from actors.steps.client import SocketStepClient
+from actors.steps.protocols import GangLike
 from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits

@@ -12,9 +12,15 @@ import logging
 import numpy as np
 import torch
 
-from actors.messages import DraftTokens, RowStats, StepPlan, token_array
-from actors.protocols import DraftHostLike, TargetRunnerLike
-from actors.step_client import DraftSource, concerns_draft, no_drafts, run_target
+from actors.steps.client import (
+    DraftSource,
+    InProcessStepClient,
+    concerns_draft,
+    no_drafts,
+    run_target,
+)
+from actors.steps.messages import DraftTokens, RowStats, StepPlan, token_array
+from actors.steps.protocols import DraftHostLike, TargetRunnerLike
 from parallel.groups import SingleRank, TPGroup
 
 logger = logging.getLogger(__name__)
@@ -125,3 +131,15 @@ class FusedRank:
         if not plan.draft and concerns_draft(plan):
             self._hosted.follow(plan)
         return run_target(self._target, plan, self._source)
+
+
+class FusedTarget:
+    """A target with the draft model in its process: the drafts come first in the same call."""
+
+    def __init__(self, target: TargetRunnerLike, draft: DraftHostLike) -> None:
+        self._client = InProcessStepClient(target, draft)
+
+    def run(self, plan: StepPlan, drafts: DraftTokens | None) -> RowStats:
+        del drafts  # nobody else proposes
+        self._client.send(plan)
+        return self._client.recv(0.0)

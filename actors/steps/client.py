@@ -14,8 +14,8 @@ from dataclasses import replace
 from enum import IntEnum
 
 from actors.errors import EngineDead, StepTimeout, WorkerLost
-from actors.messages import DraftTokens, RowStats, StepPlan, token_array
-from actors.protocols import DraftHostLike, TargetRunnerLike
+from actors.steps.messages import DraftTokens, RowStats, StepPlan, token_array
+from actors.steps.protocols import DraftHostLike, TargetRunnerLike
 from parallel.transport.frames import ConnectionLost, Frame, TransportError, TransportTimeout
 from parallel.transport.socket import FrameListener, FrameSocket, wait_any
 

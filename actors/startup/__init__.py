@@ -1,0 +1,1 @@
+"""Putting an engine together: checks, sizing, processes; and keeping its draft alive."""
