@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from specconfig.decisions import Decision
+from specconfig.draft_law import DraftLaw
 from specconfig.dynamic_k import tokens_for_batch
 from specconfig.model import (
     CacheConfig,
@@ -126,14 +127,38 @@ class EngineConfig(Frozen):
         spec = self.speculative
         if spec is None or not spec.speculator.caps_active_requests:
             return None
-        return self.scheduler.max_num_batched_tokens // self.num_lookahead_tokens
+        return max(1, self.scheduler.max_num_batched_tokens // self.num_lookahead_tokens)
 
     @property
     def max_num_active_seqs(self) -> int:
         """Requests the scheduler may run together."""
         limit = self.max_num_draft_seqs
         seqs = self.scheduler.max_num_seqs
-        return seqs if limit is None else max(1, min(seqs, limit))
+        return seqs if limit is None else min(seqs, limit)
+
+    @property
+    def draft_law(self) -> DraftLaw | None:
+        """What scheduler, commit path and prefix index must know of the drafter."""
+        if self.speculative is None:
+            return None
+        drafter = self.speculative.speculator
+        keeps_kv = drafter.keeps_kv
+        depends = keeps_kv and drafter.needs_eagle_block_drop
+        next_tokens = drafter.num_prefill_lookahead_tokens if depends else 0
+        return DraftLaw(
+            proposes=drafter.proposes_draft_tokens,
+            arrives_in_step=drafter.host != "verifier",
+            reads_target_states=drafter.uses_target_hidden_states
+            or drafter.uses_aux_hidden_states,
+            keeps_kv=keeps_kv,
+            num_next_tokens=next_tokens,
+            kv_survives_drafting=keeps_kv and drafter.kv_survives_drafting,
+            num_hash_lookahead_tokens=self.num_hash_lookahead_tokens if keeps_kv else 0,
+            drops_tail_block=keeps_kv and self.use_block_drop,
+            num_lookahead_tokens=self.num_lookahead_tokens,
+            num_extra_rows=self.max_num_new_slots_for_drafting,
+            max_num_active_seqs=self.max_num_draft_seqs,
+        )
 
     def num_speculative_tokens_for_batch(self, num_scheduled_requests: int) -> int:
         """K of a step with this many scheduled requests."""

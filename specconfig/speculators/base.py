@@ -57,7 +57,8 @@ class SpeculatorConfig:
     draft_has_own_vocab: ClassVar[bool] = False
     supports_watermarking: ClassVar[bool] = False
     supports_pcp: ClassVar[bool] = False
-    uses_draft_kv_cache: ClassVar[bool] = False
+    kv_survives_drafting: ClassVar[bool] = False
+    """Draft KV written while drafting is right wherever its drafts are accepted."""
     needs_eagle_block_drop: ClassVar[bool] = False
     """Draft KV at a position depends on the next token, so a prefix hit's tail is unstable."""
     prefers_whole_prompts: ClassVar[bool] = False
@@ -130,6 +131,11 @@ class SpeculatorConfig:
     def num_draft_kv_layers(self) -> int:
         """Layers of draft KV kept per token; 0 when the drafter keeps none."""
         return 0
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether KV blocks hold something of this drafter for every position."""
+        return self.num_draft_kv_layers > 0
 
     @property
     def caps_active_requests(self) -> bool:

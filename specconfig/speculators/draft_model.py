@@ -32,7 +32,6 @@ class CheckpointSpeculatorConfig(SpeculatorConfig):
             "disable_padded_drafter_batch",
         }
     )
-    uses_draft_kv_cache: ClassVar[bool] = True
     produces_draft_probabilities: ClassVar[bool] = True
     supports_adaptive_verification: ClassVar[bool] = True
     may_share_target_positions: ClassVar[bool] = True
@@ -89,6 +88,7 @@ class StandaloneARSpeculatorConfig(CheckpointSpeculatorConfig):
     implementation = "actors.draft.drafters.draft_model:DraftModelDrafter"
     host = "draft"
     draft_has_own_vocab: ClassVar[bool] = True
+    kv_survives_drafting: ClassVar[bool] = True
     # Its positions are its own: a longer table would not make the model longer-sighted.
     may_share_target_positions: ClassVar[bool] = False
     supports_parallel_drafting: ClassVar[bool] = True
@@ -109,6 +109,8 @@ class PardSpeculatorConfig(StandaloneARSpeculatorConfig):
 
     variant = "pard"
     implementation = "actors.draft.drafters.pard:PardDrafter"
+    # What drafting writes is KV of mask tokens.
+    kv_survives_drafting: ClassVar[bool] = False
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:

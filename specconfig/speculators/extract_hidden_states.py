@@ -23,7 +23,6 @@ class HiddenStatesSpeculatorConfig(SpeculatorConfig):
     implementation = "actors.draft.drafters.extract_hidden_states:HiddenStateExtractor"
     host = "target"
     uses_aux_hidden_states: ClassVar[bool] = True
-    uses_draft_kv_cache: ClassVar[bool] = True
     proposes_draft_tokens: ClassVar[bool] = False
     prefers_whole_prompts: ClassVar[bool] = True
 
@@ -60,3 +59,8 @@ class HiddenStatesSpeculatorConfig(SpeculatorConfig):
             update={"hf_config": hf, "architecture": "ExtractHiddenStatesModel"}
         )
         res.draft_parallel = res.parallel
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Its states are kept by KV block, so that a prefix hit has them too."""
+        return True

@@ -28,7 +28,6 @@ class MedusaSpeculatorConfig(CheckpointSpeculatorConfig):
     implementation = "actors.draft.drafters.medusa:MedusaDrafter"
     host = "target"
     uses_target_hidden_states: ClassVar[bool] = True
-    uses_draft_kv_cache: ClassVar[bool] = False
     tokens_repeat_modules: ClassVar[bool] = False
 
     @classmethod

@@ -174,7 +174,7 @@ def test_B9_extraction_copies_the_target() -> None:
     assert model.model_dump() == before
     config = engine(EHS)
     assert (config.num_lookahead_tokens, config.num_prefill_lookahead_tokens) == (0, 0)
-    assert resolved.speculator.uses_draft_kv_cache and not config.draft_kv_depends_on_next_token
+    assert resolved.speculator.keeps_kv and not config.draft_kv_depends_on_next_token
     assert config.aux_hidden_state_layer_ids == (1, 2, 3, 4)
 
 
