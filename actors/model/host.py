@@ -7,7 +7,7 @@ import torch
 from actors.kvcache.sizing import KVLayers
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
-from actors.sampling.rows import Samples
+from actors.sampling.rows import Columns
 from actors.sampling.shard import VerifierShard
 from actors.steps.messages import StepPlan
 from parallel.experts import ExpertShare
@@ -73,7 +73,7 @@ class ModelHost:
         """Follow the plan's admissions and block tables."""
         self._tables.apply(plan.admissions, plan.blocks)
 
-    def sample(self, entries: list[EntryRows]) -> Samples:
+    def sample(self, entries: list[EntryRows]) -> Columns:
         """One forward over `entries` (at least one row), a sample per logits row."""
         batch = self._tables.flatten(entries, self.device)
         return self._shard.sample(self.model.forward(batch), batch.rows)

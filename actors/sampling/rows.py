@@ -9,13 +9,15 @@ on the batch. Filters apply in this order: min_tokens mask, temperature, min_p, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from actors.sampling.noise import gumbel, row_key
-from actors.steps.messages import INVALID_SAMPLE, Float32Array, Int32Array, SlotParams
+from actors.steps.messages import INVALID_SAMPLE, Float32Array, Int32Array, SlotParams, Stat
 from parallel.vocab import mass_needed, masses
 
 # Below this a temperature means greedy, in target and draft alike.
@@ -24,10 +26,20 @@ GREEDY_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class LogitsRow:
-    """Whose row it is, and the position of the token that it samples."""
+    """Whose row it is, and the position of the token that it samples.
+
+    `draft_id`: the draft token that took this position, -1 where there is none (the bonus row).
+    `index`: the row's place in its request's run, 0 for the first. `step`: of the plan.
+    `history`: tokens before `position`, drafts of the run included, where the request's
+    processors read them.
+    """
 
     params: SlotParams
     position: int
+    draft_id: int = -1
+    index: int = 0
+    step: int = 0
+    history: Int32Array | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -40,17 +52,11 @@ class LogitsRow:
         return output_index < self.params.min_tokens and bool(self.params.masked_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Result over N rows; the fields are those of `RowStats`."""
-
-    sampled: Int32Array
-    logprobs: Float32Array
-    top_ids: Int32Array
-    top_logprobs: Float32Array
+# By `Stat`, one item a logits row: what `RowStats` carries.
+Columns = dict[str, npt.NDArray[Any]]
 
 
-def sample_rows(logits: Tensor, rows: list[LogitsRow]) -> Samples:
+def sample_rows(logits: Tensor, rows: list[LogitsRow]) -> Columns:
     """Sample every row of `logits` [N, V] (float32; masks are applied in place).
 
     Log-probabilities are raw: log-softmax before masks and temperature.
@@ -84,7 +90,19 @@ def sample_rows(logits: Tensor, rows: list[LogitsRow]) -> Samples:
             values, indices = table.topk(num_top)
             top_ids[i] = indices.cpu().numpy()
             top_logprobs[i] = values.cpu().numpy()
-    return Samples(ids, logprobs, top_ids, top_logprobs)
+    return columns(ids, logprobs, top_ids, top_logprobs)
+
+
+def columns(
+    sampled: Int32Array, logprobs: Float32Array, top_ids: Int32Array, top_logprobs: Float32Array
+) -> Columns:
+    """Columns of samples and, where a request asked, of log-probabilities."""
+    found: Columns = {Stat.SAMPLED: sampled}
+    if not np.isnan(logprobs).all():
+        found[Stat.LOGPROB] = logprobs
+    if top_ids.shape[1]:
+        found[Stat.TOP_IDS], found[Stat.TOP_LOGPROBS] = top_ids, top_logprobs
+    return found
 
 
 def _sample_one(logits: Tensor, row: LogitsRow) -> int:

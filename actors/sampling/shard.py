@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.sampling.noise import gumbel, row_key
-from actors.sampling.rows import LogitsRow, Samples, sample_rows
+from actors.sampling.rows import Columns, LogitsRow, columns, sample_rows
 from actors.steps.messages import INVALID_SAMPLE
 from parallel.groups import TPGroup
 from parallel.vocab import ShardedLogits
@@ -37,7 +37,7 @@ class VerifierShard:
         self._begin, self._end = vocab
         self._vocab_size = vocab_size
 
-    def sample(self, logits: Tensor, rows: list[LogitsRow]) -> Samples:
+    def sample(self, logits: Tensor, rows: list[LogitsRow]) -> Columns:
         """Sample every row of `logits` [N, this rank's ids] (float32, overwritten).
 
         Every rank must call with rows of the same requests and positions; every rank gets the
@@ -129,7 +129,7 @@ class _RawRows:
         if self._num_top:
             self._top = self._raw.top_n(self._num_top)
 
-    def samples(self, sampled: Tensor) -> Samples:
+    def samples(self, sampled: Tensor) -> Columns:
         logprobs = np.full(self._num_rows, np.nan, dtype=np.float32)
         top_ids = np.zeros((self._num_rows, self._num_top), dtype=np.int32)
         top_logprobs = np.zeros((self._num_rows, self._num_top), dtype=np.float32)
@@ -144,4 +144,4 @@ class _RawRows:
                     if self._has_top[i]:
                         top_ids[i] = self._top[0][j].cpu().numpy()
                         top_logprobs[i] = tops[j].cpu().numpy()
-        return Samples(sampled.to(torch.int32).cpu().numpy(), logprobs, top_ids, top_logprobs)
+        return columns(sampled.to(torch.int32).cpu().numpy(), logprobs, top_ids, top_logprobs)

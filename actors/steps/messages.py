@@ -7,7 +7,9 @@ at admission and reuses after the request ends. Positions are 0-based indices in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import msgpack
@@ -31,6 +33,35 @@ def token_array(ids: Any) -> Int32Array:
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 
+def _pack_array(array: npt.NDArray[Any]) -> list[Any]:
+    wire = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return [wire.dtype.str, list(wire.shape), wire.tobytes()]
+
+
+def _unpack_array(raw: list[Any]) -> npt.NDArray[Any]:
+    dtype, shape, data = raw
+    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape)
+
+
+class Stat(StrEnum):
+    """Columns of `RowStats`: what can be known of a logits row. [N] unless a shape is given.
+
+    p is the target's law of the row after every processor, q the draft's, d the draft token that
+    the row checks. Rows without a draft (the bonus) hold NaN, or -1 for ids.
+    """
+
+    SAMPLED = "sampled"  # int32: the target's own sample, with the noise of its position
+    LOGPROB = "logprob"  # float32: its raw log-probability, NaN where no request asked
+    TOP_IDS = "top_ids"  # int32 [N, n]: the n likeliest tokens, n the most asked in the step
+    TOP_LOGPROBS = "top_logprobs"  # float32 [N, n]
+    TARGET_PROB = "target_prob"  # float64: p(d)
+    DRAFT_PROB = "draft_prob"  # float64: q(d)
+    RESIDUAL_ID = "residual_id"  # int32: a draw from max(p - q, 0), normalised
+    RESIDUAL_MASS = "residual_mass"  # float64: sum(max(p - q, 0))
+    ENTROPY = "entropy"  # float64: of p, in nats
+    UNIFORM = "uniform"  # float64 in (0, 1): of the row's position and the step; by the verifier
+
+
 @dataclass(frozen=True, slots=True)
 class SlotParams:
     """What a worker must know of a request to produce its target samples.
@@ -38,7 +69,8 @@ class SlotParams:
     `seed` is always set (drawn at admission when the user gave none), so a preempted or moved
     request sees the same noise. `temperature` 0 means greedy. `masked_ids` are forbidden while
     the output is shorter than `min_tokens` (EOS and stop ids). `num_logprobs`: -1 none, 0 the
-    sampled token's only, n > 0 the n most likely too.
+    sampled token's only, n > 0 the n most likely too. `history`: the known tokens at admission,
+    for a request whose rows need those before them (penalties); None for all others.
     """
 
     slot: int
@@ -51,18 +83,22 @@ class SlotParams:
     min_tokens: int = 0
     masked_ids: tuple[int, ...] = ()
     num_logprobs: int = -1
+    request_id: str = ""
+    history: Int32Array | None = None
 
     def to_wire(self) -> list[Any]:
+        history = None if self.history is None else self.history.astype("<i4").tobytes()
         return [
             self.slot, self.prompt_len, self.seed, self.temperature, self.top_k, self.top_p,
             self.min_p, self.min_tokens, list(self.masked_ids), self.num_logprobs,
+            self.request_id, history,
         ]  # fmt: skip
 
     @classmethod
     def from_wire(cls, raw: list[Any]) -> SlotParams:
-        raw = list(raw)
-        raw[8] = tuple(raw[8])
-        return cls(*raw)
+        *head, masked_ids, num_logprobs, request_id, history = raw
+        known = None if history is None else _ids(history)
+        return cls(*head, tuple(masked_ids), num_logprobs, request_id, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +130,58 @@ class TargetEntry:
 
 @dataclass(frozen=True, slots=True)
 class DraftEntry:
-    """One request's work for a draft process: feed `token_ids` from position `start` (the
-    draft KV is valid below it), then draft `num_drafts` tokens. `num_drafts` 0 only keeps the
-    draft KV whole."""
+    """One request's work for a drafter that computes: feed, then draft.
+
+    Entries of the drafter are valid below position `start`; `num_rows` are to be made from there
+    on, then `num_drafts` tokens drafted after the newest known one. `num_drafts` 0 only keeps the
+    drafter's KV whole. `token_ids` are the known tokens from position `first` on: those at the
+    fed positions, or, where entries depend on the tokens that follow (`DraftLaw`), those after
+    them. A drafter without KV has no rows to feed and gets the newest known token.
+    """
 
     slot: int
     start: int
+    num_rows: int
+    first: int
     token_ids: Int32Array
     num_drafts: int
 
 
 @dataclass(frozen=True, slots=True)
+class RowMasks:
+    """Tokens that a grammar allows, for some logits rows of a step.
+
+    `rows` [M]: which, in plan order. `bits` uint32 [M, ceil(V / 32)]: token t is allowed iff bit
+    t % 32 of word t // 32 is set.
+    """
+
+    rows: Int32Array
+    bits: npt.NDArray[np.uint32]
+
+    def to_wire(self) -> list[Any]:
+        return [_pack_array(self.rows), _pack_array(self.bits)]
+
+    @classmethod
+    def from_wire(cls, raw: list[Any]) -> RowMasks:
+        return cls(_unpack_array(raw[0]), _unpack_array(raw[1]))
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb(self.to_wire())
+        return packed
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> RowMasks:
+        return cls.from_wire(msgpack.unpackb(raw))
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: draft, then verify. `admissions` and `blocks` come before the entries use them."""
+    """One step: draft, then verify. `admissions` and `blocks` come before the entries use them.
+
+    `draft_generation` counts the drafters that this replica has had: drafts of an older one are
+    void. `masks`: known already, for drafts that are in the plan. `awaits_masks`: a two-phase
+    step; its drafts go to the verifier first, which answers with the masks of all rows.
+    """
 
     generation: int
     step: int
@@ -114,6 +189,9 @@ class StepPlan:
     blocks: tuple[BlockDelta, ...] = ()
     target: tuple[TargetEntry, ...] = ()
     draft: tuple[DraftEntry, ...] = ()
+    draft_generation: int = 0
+    masks: RowMasks | None = None
+    awaits_masks: bool = False
 
     @property
     def num_logits(self) -> int:
@@ -131,23 +209,32 @@ class StepPlan:
                 for e in self.target
             ],
             [
-                [e.slot, e.start, e.token_ids.astype("<i4").tobytes(), e.num_drafts]
+                [e.slot, e.start, e.num_rows, e.first, e.token_ids.astype("<i4").tobytes(),
+                 e.num_drafts]
                 for e in self.draft
             ],
+            self.draft_generation,
+            None if self.masks is None else self.masks.to_wire(),
+            self.awaits_masks,
         ]  # fmt: skip
         packed: bytes = msgpack.packb(body)
         return packed
 
     @classmethod
     def unpack(cls, raw: bytes) -> StepPlan:
-        generation, step, admissions, blocks, target, draft = msgpack.unpackb(raw)
+        generation, step, admissions, blocks, target, draft, drafter, masks, awaits = (
+            msgpack.unpackb(raw)
+        )
         return cls(
             generation,
             step,
             tuple(SlotParams.from_wire(a) for a in admissions),
             tuple(BlockDelta(s, f, _ids(b)) for s, f, b in blocks),
             tuple(TargetEntry(s, p, _ids(t), d, q, n) for s, p, t, d, q, n in target),
-            tuple(DraftEntry(s, p, _ids(t), d) for s, p, t, d in draft),
+            tuple(DraftEntry(s, p, n, f, _ids(t), d) for s, p, n, f, t, d in draft),
+            drafter,
+            None if masks is None else RowMasks.from_wire(masks),
+            awaits,
         )
 
 
@@ -174,44 +261,35 @@ class DraftTokens:
         return cls(step, _ids(ids), _ids(counts))
 
 
-_EMPTY_I = np.empty(0, dtype=np.int32)
-_EMPTY_F = np.empty(0, dtype=np.float32)
-
-
 @dataclass(frozen=True, slots=True)
 class RowStats:
     """What the target ranks reduce a step's logits to, one item a logits row in plan order.
 
-    `sampled` [N]: the target's own sample, position noise applied. `logprobs` [N]: its raw
-    log-probability, NaN where no request asked. `top_ids` / `top_logprobs` [N, n]: the n most
-    likely tokens, n the largest number asked in the step (0 columns when none did).
-    `drafts`: what a draft process proposed in this step, None when the plan asked for none.
+    `columns`: by `Stat`; SAMPLED always, the others where a request or the acceptance method asks
+    for them. `drafts`: what a drafter gave in this step, None when the plan asked for none.
     `draft_lost`: why the drafts are missing; the step itself is valid without them. An entry
     whose pending drafts came short has correspondingly fewer rows: `num_rows` [entries].
     """
 
     step: int
-    sampled: Int32Array
     num_rows: Int32Array
-    logprobs: Float32Array = field(default_factory=lambda: _EMPTY_F)
-    top_ids: Int32Array = field(default_factory=lambda: _EMPTY_I.reshape(0, 0))
-    top_logprobs: Float32Array = field(default_factory=lambda: _EMPTY_F.reshape(0, 0))
+    columns: Mapping[str, npt.NDArray[Any]]
     drafts: DraftTokens | None = None
     draft_lost: str | None = None
     forward_ms: float = 0.0
     draft_ms: float = 0.0
 
+    @property
+    def sampled(self) -> Int32Array:
+        """int32 [N]: the target's own samples."""
+        return self.columns[Stat.SAMPLED]
+
     def pack(self) -> bytes:
-        n = self.top_ids.shape[1] if self.top_ids.size else 0
         packed: bytes = msgpack.packb(
             [
                 self.step,
-                self.sampled.astype("<i4").tobytes(),
                 self.num_rows.astype("<i4").tobytes(),
-                self.logprobs.astype("<f4").tobytes(),
-                n,
-                self.top_ids.astype("<i4").tobytes(),
-                self.top_logprobs.astype("<f4").tobytes(),
+                {str(name): _pack_array(column) for name, column in self.columns.items()},
                 self.drafts.pack() if self.drafts is not None else None,
                 self.draft_lost,
                 self.forward_ms,
@@ -222,19 +300,13 @@ class RowStats:
 
     @classmethod
     def unpack(cls, raw: bytes) -> RowStats:
-        (step, sampled, num_rows, logprobs, n, top_ids, top_lp, drafts, lost, fwd, dms) = (
-            msgpack.unpackb(raw)
-        )
-        rows = -1 if n else 0
+        step, num_rows, columns, drafts, lost, forward_ms, draft_ms = msgpack.unpackb(raw)
         return cls(
             step,
-            _ids(sampled),
             _ids(num_rows),
-            np.frombuffer(logprobs, dtype="<f4"),
-            _ids(top_ids).reshape(rows, n),
-            np.frombuffer(top_lp, dtype="<f4").reshape(rows, n),
+            {name: _unpack_array(column) for name, column in columns.items()},
             DraftTokens.unpack(drafts) if drafts is not None else None,
             lost,
-            fwd,
-            dms,
+            forward_ms,
+            draft_ms,
         )

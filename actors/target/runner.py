@@ -62,14 +62,11 @@ class TargetRunner(ModelHost):
                 ids = np.concatenate([ids, arrived])
             num_rows[i] = entry.num_logits - missing if entry.num_logits else 0
             entries.append(EntryRows(entry.slot, entry.start, ids, int(num_rows[i])))
-        samples = self.sample(entries)
+        columns = self.sample(entries)
         return RowStats(
             step=plan.step,
-            sampled=samples.sampled,
             num_rows=num_rows,
-            logprobs=samples.logprobs,
-            top_ids=samples.top_ids,
-            top_logprobs=samples.top_logprobs,
+            columns=columns,
             forward_ms=(time.perf_counter() - started) * 1e3,
         )
 

@@ -17,7 +17,7 @@ from actors.acceptance.exact import accept_exact
 from actors.errors import EngineDead
 from actors.requests import FinishReason, RunOutput, SpeculationStats, TokenLogprob
 from actors.stats import EngineStats
-from actors.steps.messages import INVALID_SAMPLE, Int32Array, RowStats, token_array
+from actors.steps.messages import INVALID_SAMPLE, Int32Array, RowStats, Stat, token_array
 from actors.steps.protocols import GangLike, LookupDrafter, StepClient
 from actors.verifier.drafts import legal_prefix
 from actors.verifier.finish import decode_run, end_run
@@ -364,12 +364,13 @@ def _logprobs(
     result: RowStats, first_row: int, token_ids: Sequence[int], num_top: int
 ) -> tuple[TokenLogprob, ...]:
     items = []
+    columns = result.columns
     for row, token_id in enumerate(token_ids, first_row):
         top: tuple[tuple[int, float], ...] = ()
         if num_top > 0:
-            ids = result.top_ids[row, :num_top].tolist()
-            top = tuple(zip(ids, result.top_logprobs[row, :num_top].tolist(), strict=True))
-        items.append(TokenLogprob(token_id, float(result.logprobs[row]), top))
+            ids = columns[Stat.TOP_IDS][row, :num_top].tolist()
+            top = tuple(zip(ids, columns[Stat.TOP_LOGPROBS][row, :num_top].tolist(), strict=True))
+        items.append(TokenLogprob(token_id, float(columns[Stat.LOGPROB][row]), top))
     return tuple(items)
 
 

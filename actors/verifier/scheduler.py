@@ -333,7 +333,9 @@ class Scheduler:
                 target.append(TargetEntry(request.slot, start, rows, 0, k, num_logits))
                 if part.draft_end is not None:
                     feed = tokens[request.draft_len : part.draft_end]
-                    draft.append(DraftEntry(request.slot, request.draft_len, feed, k))
+                    draft.append(DraftEntry(
+                            request.slot, request.draft_len, len(feed), request.draft_len, feed, k
+                        ))
             else:
                 if k:
                     part.drafts = request.drafts[:k]

@@ -16,7 +16,7 @@ import torch
 from actors.errors import LoadError
 from actors.model.host import ModelHost
 from actors.model.inputs import EntryRows
-from actors.steps.messages import DraftEntry, DraftTokens, StepPlan, token_array
+from actors.steps.messages import DraftEntry, DraftTokens, Stat, StepPlan, token_array
 from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
@@ -85,7 +85,7 @@ class DraftModelDrafter(ModelHost):
         entries = [entry for entry in entries if len(entry.token_ids)]
         if not entries:
             return []
-        sampled = self.sample(entries).sampled
+        sampled = self.sample(entries)[Stat.SAMPLED]
         if self.model.group.size > 1:
             # What is fed next must be one thing everywhere, so it comes from one rank.
             sent = torch.from_numpy(sampled).to(self.device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actors.requests import GenerateRequest, RunOutput
-from actors.steps.messages import DraftTokens, RowStats, SlotParams, StepPlan, token_array
+from actors.steps.messages import DraftTokens, RowStats, SlotParams, Stat, StepPlan, token_array
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 
@@ -166,16 +166,13 @@ class ScriptedTarget:
                 top.append([(token + j) % self.limits.vocab_size for j in range(num_top)])
         assert total_rows <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
         self.max_rows = max(self.max_rows, total_rows)
-        return RowStats(
-            plan.step,
-            token_array(sampled),
-            token_array(num_rows),
-            np.asarray(logprobs, dtype=np.float32),
-            token_array(top).reshape(len(top), num_top),
-            np.asarray([[-float(j)] * 1 for j in range(0)], dtype=np.float32).reshape(0, 0)
-            if not num_top
-            else np.tile(-np.arange(num_top, dtype=np.float32), (len(top), 1)),
-        )
+        columns = {
+            Stat.SAMPLED: token_array(sampled),
+            Stat.LOGPROB: np.asarray(logprobs, dtype=np.float32),
+            Stat.TOP_IDS: token_array(top).reshape(len(top), num_top),
+            Stat.TOP_LOGPROBS: np.tile(-np.arange(num_top, dtype=np.float32), (len(top), 1)),
+        }
+        return RowStats(plan.step, token_array(num_rows), columns)
 
 
 def logprob_of(history: Sequence[int], token: int) -> float:

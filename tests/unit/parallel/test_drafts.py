@@ -16,7 +16,7 @@ from tests.unit.parallel.conftest import CPU, Ranks
 
 def plan(step: int, asks: list[int]) -> StepPlan:
     """Slot i asks for asks[i] drafts."""
-    entries = tuple(DraftEntry(i, 0, token_array([1]), n) for i, n in enumerate(asks))
+    entries = tuple(DraftEntry(i, 0, 1, 0, token_array([1]), n) for i, n in enumerate(asks))
     return StepPlan(1, step, draft=entries)
 
 

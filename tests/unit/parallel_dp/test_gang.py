@@ -179,7 +179,7 @@ class CountingTarget:
         for entry in plan.target:
             arrived = next(given) if entry.num_pending_drafts else 0
             rows.append(1 + arrived if entry.num_logits else 0)
-        return RowStats(plan.step, token_array([7] * sum(rows)), token_array(rows))
+        return RowStats(plan.step, token_array(rows), {Stat.SAMPLED: token_array([7] * sum(rows))})
 
 
 def params(n, tokens=24):
