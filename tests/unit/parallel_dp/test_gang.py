@@ -10,7 +10,7 @@ import pytest
 from actors.errors import EngineDead
 from actors.stats import EngineStats
 from actors.steps.client import InProcessStepClient, no_drafts
-from actors.steps.messages import DraftTokens, RowStats, StepPlan, token_array
+from actors.steps.messages import DraftTokens, RowStats, Stat, StepPlan, token_array
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop
