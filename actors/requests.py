@@ -21,7 +21,8 @@ class GenerateRequest:
 
     `speculation_enabled` and `num_speculative_tokens` only lower what the server allows.
     `stop` strings are found in the decoded text; text and tokens end before the stop string
-    unless `include_stop_str_in_output`. `max_tokens` None: up to the context's end.
+    unless `include_stop_str_in_output`. `max_tokens` None: up to the context's end. Requests with
+    different `cache_salt` share neither cached KV nor what a lookup drafter has learned.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class GenerateRequest:
     num_logprobs: int = -1
     speculation_enabled: bool = True
     num_speculative_tokens: int | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,14 +38,21 @@ class BlockTables:
         block_size: Positions per block.
         max_model_len: No reservation goes past this position.
         enable_prefix_caching: Keep published blocks findable after their owner is gone.
+        is_linked: See `PrefixIndex`.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_model_len: int, enable_prefix_caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        enable_prefix_caching: bool,
+        *,
+        is_linked: bool = False,
     ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.index = PrefixIndex() if enable_prefix_caching else None
+        self.index = PrefixIndex(is_linked=is_linked) if enable_prefix_caching else None
         self.pool = BlockPool(num_blocks, self.index.forget if self.index is not None else None)
         self._tables: set[BlockTable] = set()
 
@@ -105,7 +112,8 @@ class BlockTables:
         if self.index is None or num_full <= table.num_published:
             return
         for i in range(table.num_published, num_full):
-            if self.index.publish(hashes[i], table.block_ids[i]):
+            before = table.block_ids[i - 1] if i else None
+            if self.index.publish(hashes[i], table.block_ids[i], before):
                 self.pool.set_findable(table.block_ids[i])
         table.num_published = num_full
 

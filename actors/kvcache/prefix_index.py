@@ -26,51 +26,77 @@ def chain_hash(parent: BlockHash, token_ids: Int32Array) -> BlockHash:
 
 
 def extend_hashes(
-    hashes: list[BlockHash], token_ids: Int32Array, block_size: int, salt: str | None = None
+    hashes: list[BlockHash],
+    token_ids: Int32Array,
+    block_size: int,
+    lookahead: int = 0,
+    salt: str | None = None,
 ) -> None:
-    """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet."""
+    """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet.
+
+    With `lookahead` a block's hash also covers that many tokens after the block, and is made once
+    they are known: for drafters whose KV in the block depends on them.
+    """
     parent = hashes[-1] if hashes else root_hash(salt)
-    for i in range(len(hashes), len(token_ids) // block_size):
-        parent = chain_hash(parent, token_ids[i * block_size : (i + 1) * block_size])
+    for i in range(len(hashes), max(len(token_ids) - lookahead, 0) // block_size):
+        parent = chain_hash(parent, token_ids[i * block_size : (i + 1) * block_size + lookahead])
         hashes.append(parent)
 
 
 class PrefixIndex:
-    """Map from block hash to block id, one block per hash."""
+    """Map from block hash to block id, one block per hash.
 
-    def __init__(self) -> None:
+    Args:
+        is_linked: A block counts only after the very block that it was written behind. Needed
+            where what a block holds depends on tokens after it that its hash does not cover: equal
+            tokens are then no proof that two blocks are alike, but that one was written behind the
+            other is.
+    """
+
+    def __init__(self, *, is_linked: bool = False) -> None:
+        self._is_linked = is_linked
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
+        # Each publication has a number; a linked block knows that of the block before it.
+        self._num_published = 0
+        self._number_of: dict[int, int] = {}
+        self._before: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Block ids of the longest published prefix of `hashes`."""
-        blocks = []
+        blocks: list[int] = []
+        number = 0
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
-            if block is None:
+            if block is None or (self._is_linked and self._before[block] != number):
                 break
             blocks.append(block)
+            number = self._number_of[block]
         return blocks
 
-    def publish(self, block_hash: BlockHash, block_id: int) -> bool:
-        """Make `block_id` findable. False when another block with that content already is."""
+    def publish(self, block_hash: BlockHash, block_id: int, before: int | None) -> bool:
+        """Make `block_id`, written behind block `before`, findable. False when another block with
+        that content already is, or when, linked, the one before it is not."""
         if block_hash in self._block_of:
             return self._block_of[block_hash] == block_id
+        if self._is_linked and before is not None and before not in self._number_of:
+            return False
         assert block_id not in self._hash_of, f"block {block_id} is published with other content"
         self._block_of[block_hash] = block_id
         self._hash_of[block_id] = block_hash
+        self._num_published += 1
+        self._before[block_id] = 0 if before is None else self._number_of.get(before, 0)
+        self._number_of[block_id] = self._num_published
         return True
 
     def forget(self, block_id: int) -> None:
         """The block gets other content."""
         del self._block_of[self._hash_of.pop(block_id)]
+        del self._number_of[block_id], self._before[block_id]
 
     def clear(self) -> None:
-        self._block_of.clear()
-        self._hash_of.clear()
-
-    def published_hash(self, block_id: int) -> BlockHash | None:
-        return self._hash_of.get(block_id)
+        for table in (self._block_of, self._hash_of, self._number_of, self._before):
+            table.clear()

@@ -13,6 +13,8 @@ from actors.verifier.detokenize import Detokenizer, TextStream
 from actors.verifier.finish import FinishRules
 from actors.verifier.limits import EngineLimits
 
+_MAX_SALT_CHARS = 1024
+
 
 def admit(
     params: GenerateRequest, limits: EngineLimits, tokenizer: object | None
@@ -102,6 +104,11 @@ def _check_sampling(params: GenerateRequest, limits: EngineLimits) -> None:
         f"must be between -1 (none) and this server's max_logprobs, {limits.max_logprobs}",
     )
     need(all(p.stop), "stop", "stop strings must not be empty")
+    need(
+        p.cache_salt is None or len(p.cache_salt) <= _MAX_SALT_CHARS,
+        "cache_salt",
+        f"must have at most {_MAX_SALT_CHARS} characters",
+    )
     need(
         p.num_speculative_tokens is None or p.num_speculative_tokens >= 0,
         "num_speculative_tokens",

@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from actors.acceptance.base import AcceptanceMethod
-from actors.acceptance.exact import accept_exact
 from actors.errors import EngineDead, InvalidRequest, QueueFull
 from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats, Snapshot
-from actors.steps.protocols import GangLike, LookupDrafter, StepClient
+from actors.steps.protocols import GangLike, LookupDrafter, MaskSource, StepClient
 from actors.verifier.admission import admit
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop
@@ -54,10 +53,11 @@ class VerifierEngine:
         client: Carries steps to the workers; closed by `stop`.
         tokenizer: A fast tokenizer, for output text and stop strings; None: ids only.
         drafter: A drafter that runs in the verifier, or None.
-        accept: Acceptance method.
+        accept: Acceptance method; None: exact match.
         step_timeout_s: A step that takes longer ends the replica.
         generation: Of the worker group.
         gang: Data-parallel ranks to agree with on K, or None; closed by `stop`.
+        mask_source: Gives the masks of a step's rows once its drafts are known, or None.
     """
 
     def __init__(
@@ -66,10 +66,11 @@ class VerifierEngine:
         client: StepClient,
         tokenizer: object | None = None,
         drafter: LookupDrafter | None = None,
-        accept: AcceptanceMethod = accept_exact,
+        accept: AcceptanceMethod | None = None,
         step_timeout_s: float = 60.0,
         generation: int = 0,
         gang: GangLike | None = None,
+        mask_source: MaskSource | None = None,
     ) -> None:
         self.limits = limits
         self.stats = EngineStats()
@@ -77,7 +78,15 @@ class VerifierEngine:
         self._tokenizer = tokenizer
         self._gang = gang
         self._loop = StepLoop(
-            limits, client, drafter, self.stats, accept, step_timeout_s, generation, gang
+            limits,
+            client,
+            drafter,
+            self.stats,
+            accept,
+            step_timeout_s,
+            generation,
+            gang,
+            mask_source,
         )
         self._wake = threading.Condition()
         # Guarded by `_wake`: what other threads ask of the loop, and the requests known.
@@ -108,21 +117,33 @@ class VerifierEngine:
         arrival_s = time.monotonic()
         rules, text = admit(params, self.limits, self._tokenizer)
         with self._wake:
-            if self._error is not None or self._is_stopping:
-                raise EngineDead(self._error or "the engine was stopped")
-            if params.request_id in self._requests:
-                raise InvalidRequest(
-                    f"request_id {params.request_id!r} is in use by a request in flight",
-                    param="request_id",
-                )
-            self._check_queue()
+            self._check_open(params)
             self._num_arrivals += 1
-            request = Request(
-                self._num_arrivals, params, rules, text, self._closing_sink(params, sink), arrival_s
-            )
+            number = self._num_arrivals
+        sink = self._closing_sink(params, sink)
+        request = Request(number, params, rules, text, sink, arrival_s, self.limits.seed)
+        # Outside the lock and the step's thread: it may take as long as the prompt is.
+        self._loop.begin(request)
+        with self._wake:
+            try:
+                self._check_open(params)
+            except Exception:
+                self._loop.forget(request)
+                raise
             self._requests[params.request_id] = request
             self._num_unseated += 1
             self._post(lambda: self._take_in(request))
+
+    def _check_open(self, params: GenerateRequest) -> None:
+        """Raise if this request cannot be queued now."""
+        if self._error is not None or self._is_stopping:
+            raise EngineDead(self._error or "the engine was stopped")
+        if params.request_id in self._requests:
+            raise InvalidRequest(
+                f"request_id {params.request_id!r} is in use by a request in flight",
+                param="request_id",
+            )
+        self._check_queue()
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is still there; its KV is free within a step."""

@@ -3,63 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
-
-class _Scheduler(Protocol):
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def max_num_batched_tokens(self) -> int: ...
-    @property
-    def enable_chunked_prefill(self) -> bool: ...
-    @property
-    def max_num_queued_requests(self) -> int | None: ...
-
-
-class _Cache(Protocol):
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def enable_prefix_caching(self) -> bool: ...
-
-
-class _Runtime(Protocol):
-    @property
-    def max_logprobs(self) -> int: ...
-
-
-class _Model(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-
-class EngineConfigLike(Protocol):
-    """The part of the resolved engine configuration that the verifier reads."""
-
-    @property
-    def scheduler(self) -> _Scheduler: ...
-    @property
-    def cache(self) -> _Cache: ...
-    @property
-    def runtime(self) -> _Runtime: ...
-    @property
-    def model(self) -> _Model: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def num_speculative_tokens(self) -> int: ...
-    @property
-    def num_lookahead_tokens(self) -> int: ...
-    @property
-    def max_num_new_slots_for_drafting(self) -> int: ...
-    @property
-    def draft_has_own_kv(self) -> bool: ...
-    @property
-    def num_speculative_tokens_for_batch(self) -> Callable[[int], int]: ...
+from specconfig.draft_law import DraftLaw
+from specconfig.engine import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +15,8 @@ class EngineLimits:
 
     `num_blocks` includes the padding block 0. `max_num_queued_requests` counts requests beyond
     free seats; None: no limit. `num_speculative_tokens_for_batch` maps the number of requests
-    scheduled in a step to K. `max_num_new_slots_for_drafting` is a budget of input rows per
-    drafting request, not of KV slots; `num_lookahead_tokens` is the KV slots.
+    scheduled in a step to K. `law`: of the drafter; without speculation any, K is 0. `seed`: base
+    of the seeds of requests that bring none; None: fresh ones.
     """
 
     max_num_seqs: int
@@ -84,10 +31,9 @@ class EngineLimits:
     max_num_queued_requests: int | None = None
     max_logprobs: int = 20
     num_speculative_tokens: int = 0
-    num_lookahead_tokens: int = 0
-    max_num_new_slots_for_drafting: int = 0
-    draft_has_own_kv: bool = False
     num_speculative_tokens_for_batch: Callable[[int], int] = lambda _num_reqs: 0
+    law: DraftLaw = field(default_factory=DraftLaw)
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         usable = (self.num_blocks - 1) * self.block_size
@@ -104,9 +50,9 @@ class EngineLimits:
             )
 
     @classmethod
-    def from_config(cls, cfg: EngineConfigLike, num_blocks: int) -> EngineLimits:
+    def from_config(cls, cfg: EngineConfig, num_blocks: int) -> EngineLimits:
         return cls(
-            max_num_seqs=cfg.scheduler.max_num_seqs,
+            max_num_seqs=cfg.max_num_active_seqs,
             max_num_batched_tokens=cfg.scheduler.max_num_batched_tokens,
             max_model_len=cfg.max_model_len,
             block_size=cfg.cache.block_size,
@@ -118,8 +64,7 @@ class EngineLimits:
             max_num_queued_requests=cfg.scheduler.max_num_queued_requests,
             max_logprobs=cfg.runtime.max_logprobs,
             num_speculative_tokens=cfg.num_speculative_tokens,
-            num_lookahead_tokens=cfg.num_lookahead_tokens,
-            max_num_new_slots_for_drafting=cfg.max_num_new_slots_for_drafting,
-            draft_has_own_kv=cfg.draft_has_own_kv,
             num_speculative_tokens_for_batch=cfg.num_speculative_tokens_for_batch,
+            law=cfg.draft_law or DraftLaw(),
+            seed=getattr(cfg.runtime, "seed", None),
         )

@@ -7,18 +7,19 @@ data does wrong ends that request; only a failing step ends the loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.acceptance.base import AcceptanceMethod, VerifyRows
-from actors.acceptance.exact import accept_exact
+from actors.acceptance.base import AcceptanceMethod, Columns, VerifyRows
+from actors.acceptance.exact import ExactMatch
 from actors.errors import EngineDead
 from actors.requests import FinishReason, RunOutput, SpeculationStats, TokenLogprob
+from actors.sampling.uniforms import ACCEPT_STREAM, uniforms
 from actors.stats import EngineStats
 from actors.steps.messages import INVALID_SAMPLE, Int32Array, RowStats, Stat, token_array
-from actors.steps.protocols import GangLike, LookupDrafter, StepClient
+from actors.steps.protocols import GangLike, LookupDrafter, MaskSource, StepClient
 from actors.verifier.drafts import legal_prefix
 from actors.verifier.finish import decode_run, end_run
 from actors.verifier.limits import EngineLimits
@@ -43,17 +44,19 @@ class _Emission:
 
 
 class StepLoop:
-    """Drives one replica's steps. Not thread safe: one thread calls everything.
+    """Drives one replica's steps. Not thread safe: one thread calls everything but `begin`.
 
     Args:
         limits: Of this replica.
         client: Carries steps to the workers.
         drafter: A drafter that runs here, or None.
         stats: Counted into.
-        accept: Acceptance method, a pure function.
+        accept: Acceptance method.
         step_timeout_s: After this a step counts as lost.
         generation: Of the worker group; frames of older generations are void.
         gang: Data-parallel ranks to agree with on K, or None.
+        mask_source: Gives the masks of every step's rows, once its drafts are known; None: no
+            token is forbidden.
     """
 
     def __init__(
@@ -62,23 +65,33 @@ class StepLoop:
         client: StepClient,
         drafter: LookupDrafter | None = None,
         stats: EngineStats | None = None,
-        accept: AcceptanceMethod = accept_exact,
+        accept: AcceptanceMethod | None = None,
         step_timeout_s: float = 60.0,
         generation: int = 0,
         gang: GangLike | None = None,
+        mask_source: MaskSource | None = None,
     ) -> None:
         self._limits = limits
         self._client = client
         self._drafter = drafter
         self.stats = stats if stats is not None else EngineStats()
         self.scheduler = Scheduler(limits, self.stats)
-        self._accept = accept
+        self._accept = accept if accept is not None else ExactMatch()
+        self._mask_source = mask_source
         self._step_timeout_s = step_timeout_s
         self._generation = generation
         self._gang = gang
         self._outbox: list[_Emission] = []
         self.draft_lost: str | None = None
         self.last_step_s = time.monotonic()
+
+    def begin(self, request: Request) -> None:
+        """Prepare the lookup drafter for a request that `add` will queue. From any thread."""
+        self._tell(lambda d: d.begin(request.number, request.token_ids, request.params.cache_salt))
+
+    def forget(self, request: Request) -> None:
+        """The lookup drafter will not hear of this request again. From any thread before `add`."""
+        self._tell(lambda d: d.finish(request.number, request.token_ids))
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -100,9 +113,11 @@ class StepLoop:
             self.deliver()
             return False
         started = time.monotonic()
+        if self._mask_source is not None:
+            step.plan = replace(step.plan, awaits_masks=True)
         self._client.send(step.plan)
         self.deliver()
-        result = self._client.recv(self._step_timeout_s)
+        result = self._client.recv(self._step_timeout_s, self._mask_source)
         self._take(step, result)
         self.last_step_s = time.monotonic()
         self.stats.num_steps += 1
@@ -170,7 +185,7 @@ class StepLoop:
     def _take(self, step: ScheduledStep, result: RowStats) -> None:
         if result.step != step.plan.step:
             raise EngineDead(f"step {step.plan.step} was answered with step {result.step}")
-        if result.draft_lost is not None and self.scheduler.has_draft:
+        if result.draft_lost is not None and self.scheduler.has_drafter:
             self.draft_lost = result.draft_lost
             self.stats.num_draft_losses += 1
             self.scheduler.lose_draft()
@@ -185,7 +200,8 @@ class StepLoop:
         accepted: list[int] = []
         next_token: list[int] = []
         if verifying:
-            verdict = self._accept(VerifyRows(result.sampled, draft_ids, counts))
+            rows = VerifyRows(self._columns(step, result, verifying, counts), draft_ids, counts)
+            verdict = self._accept(rows)
             accepted = verdict.num_accepted.tolist()
             next_token = verdict.next_token.tolist()
         drafts = draft_ids.tolist()
@@ -215,6 +231,22 @@ class StepLoop:
                 continue
             if run and request.status is RequestStatus.RUNNING:
                 self._propose(request, num_for_batch)
+
+    def _columns(
+        self, step: ScheduledStep, result: RowStats, verifying: list[int], counts: Int32Array
+    ) -> Columns:
+        """The step's row statistics, with a uniform per row where the method draws."""
+        if Stat.UNIFORM not in self._accept.needs:
+            return result.columns
+        parts = [step.scheduled[i] for i in verifying]
+        num_rows = counts + 1
+        # Row i of a request stands for the token at position num_known + i.
+        first = np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+        begins = np.repeat([part.num_known for part in parts], num_rows)
+        positions = begins + np.arange(len(first)) - first
+        seeds = np.repeat([part.request.seed for part in parts], num_rows)
+        drawn = uniforms(seeds, positions, ACCEPT_STREAM, step.plan.step)
+        return {**result.columns, Stat.UNIFORM: drawn}
 
     def _collect_drafts(
         self, step: ScheduledStep, result: RowStats
@@ -254,6 +286,7 @@ class StepLoop:
         if request.params.num_logprobs >= 0:
             logprobs = _logprobs(result, first_row, kept, request.params.num_logprobs)
         request.append(kept)
+        self._tell(lambda d: d.observe(request.number, request.token_ids, len(kept)))
         request.counts.observe(num_drafts, num_kept_drafts)
         self.stats.num_output_tokens += len(kept)
         self.stats.observe_drafts(num_drafts, num_kept_drafts)
@@ -290,19 +323,18 @@ class StepLoop:
         except Exception:
             self.stats.num_drafter_failures += 1
             request.drop_drafts()
-            self._forget(request)
 
-    def _leave(self, request: Request) -> None:
-        self.scheduler.finish(request)
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
+    def _tell(self, what: Callable[[LookupDrafter], object]) -> None:
         if self._drafter is None:
             return
         try:
-            self._drafter.forget(request.number)
+            what(self._drafter)
         except Exception:
             self.stats.num_drafter_failures += 1
+
+    def _leave(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        self.forget(request)
 
     def _count_end(self, reason: str) -> None:
         self.stats.num_requests[reason] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from enum import Enum
+from hashlib import blake2b
 
 import numpy as np
 
@@ -74,8 +75,8 @@ class Request:
     """What the verifier knows of a request.
 
     `number` orders requests by arrival and is the key of drafter state. `num_computed_tokens` is
-    the number of leading positions with valid target KV, `draft_len` that with valid KV of a
-    separate draft model; the newest token has neither. `drafts` are unverified and never part of
+    the number of leading positions with valid target KV, `draft_len` that with final entries of a
+    drafter that keeps KV; the newest token has neither. `drafts` are unverified and never part of
     `token_ids`.
     """
 
@@ -111,6 +112,7 @@ class Request:
         text: TextStream | None,
         sink: Sink,
         arrival_s: float,
+        base_seed: int | None = None,
     ) -> None:
         prompt = token_array(params.prompt_token_ids)
         self.number = number
@@ -119,7 +121,7 @@ class Request:
         self.text = text
         self.sink = sink
         # Drawn once and kept: a preempted or moved request must see the same noise again.
-        self.seed = params.seed if params.seed is not None else _random_seed()
+        self.seed = params.seed if params.seed is not None else _drawn_seed(base_seed, number)
         self.status = RequestStatus.WAITING
         self.prompt_len = len(prompt)
         self.num_tokens = len(prompt)
@@ -196,8 +198,13 @@ class Request:
             min_tokens=p.min_tokens,
             masked_ids=masked,
             num_logprobs=p.num_logprobs,
+            request_id=p.request_id,
         )
 
 
-def _random_seed() -> int:
-    return int.from_bytes(os.urandom(8), "little") >> 1
+def _drawn_seed(base: int | None, number: int) -> int:
+    """A seed in [0, 2^63): fresh, or that of the `number`-th request of a server with a seed."""
+    raw = os.urandom(8)
+    if base is not None:
+        raw = blake2b(f"{base} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little") >> 1

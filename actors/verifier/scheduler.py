@@ -31,14 +31,16 @@ from actors.verifier.request import NO_DRAFTS, Request, RequestStatus
 class ScheduledRequest:
     """A request's part in a step, in the order of the plan's target entries.
 
-    `end`: known tokens below this position are in the step. `num_drafts`: drafts asked, in the
-    plan or pending. `draft_end`: draft KV is whole below it once the plan's draft entry has been
-    fed; None without one. `has_logits`: the rows reach the newest known token. `drafts`: those
-    in the plan; kept here because the request may be ended while the step is in flight.
+    `end`: known tokens below this position are in the step. `num_known`: tokens known when it was
+    planned. `num_drafts`: drafts asked, in the plan or pending. `draft_end`: the drafter has an
+    entry for every position below it once the plan's draft entry has been fed; None: nothing is
+    fed. `has_logits`: the rows reach the newest known token. `drafts`: those in the plan; kept
+    here because the request may be ended while the step is in flight.
     """
 
     request: Request
     end: int
+    num_known: int
     has_logits: bool
     num_drafts: int = 0
     draft_end: int | None = None
@@ -55,7 +57,7 @@ class ScheduledStep:
 
 @dataclass(slots=True)
 class _Budget:
-    """Input rows left in this step, for the target and for a separate draft model."""
+    """Input rows left in this step, for the target and for the drafter's own forward."""
 
     target: int
     draft: int
@@ -66,9 +68,14 @@ class Scheduler:
 
     def __init__(self, limits: EngineLimits, stats: EngineStats) -> None:
         self._limits = limits
+        self._law = limits.law
         self._stats = stats
         self.tables = BlockTables(
-            limits.num_blocks, limits.block_size, limits.max_model_len, limits.enable_prefix_caching
+            limits.num_blocks,
+            limits.block_size,
+            limits.max_model_len,
+            limits.enable_prefix_caching,
+            is_linked=self._law.drops_tail_block,
         )
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -80,8 +87,9 @@ class Scheduler:
         # Of the data-parallel ranks together: the largest batch of the next step; None when they
         # do not agree and all use the static K.
         self.group_batch: int | None = 0
-        # False from the loss of a draft model until it is rebuilt.
-        self.has_draft = limits.draft_has_own_kv
+        # Whether a drafter computes in the steps. False from its loss until it is rebuilt.
+        self.has_drafter = self._law.arrives_in_step
+        self.draft_generation = 0
 
     # --- queues -----------------------------------------------------------------------------
 
@@ -121,19 +129,20 @@ class Scheduler:
     # --- speculation ------------------------------------------------------------------------
 
     def lose_draft(self) -> None:
-        """The draft model's KV is gone: no drafts from it until `restore_draft`."""
-        self.has_draft = False
+        """The drafter and its KV are gone: no drafts from it until `restore_draft`."""
+        self.has_drafter = False
         for request in self.running:
             request.draft_len = 0
 
     def restore_draft(self) -> None:
-        """A new draft model is there. It knows no slot, no block table and has no KV: running
-        requests start over from their tokens, and cached blocks, which lack its part, are
-        forgotten."""
+        """A new drafter is there. It knows no slot, no block table and has no KV: running requests
+        start over from their tokens, and cached blocks, which lack its part, are forgotten."""
         while self.running:
             self.preempt_youngest()
-        self.tables.forget_prefixes()
-        self.has_draft = self._limits.draft_has_own_kv
+        if self._law.keeps_kv:
+            self.tables.forget_prefixes()
+        self.has_drafter = self._law.arrives_in_step
+        self.draft_generation += 1
 
     def num_drafts_allowed(self, request: Request, num_for_batch: int) -> int:
         """K of this request in a step whose batch allows `num_for_batch`.
@@ -142,7 +151,7 @@ class Scheduler:
         extra token is always there.
         """
         p = request.params
-        if not (p.speculation_enabled and self.speculation_enabled):
+        if not (self._law.proposes and p.speculation_enabled and self.speculation_enabled):
             return 0
         k = min(num_for_batch, request.rules.max_tokens - request.num_output_tokens - 1)
         if p.num_speculative_tokens is not None:
@@ -224,44 +233,61 @@ class Scheduler:
         start = request.num_computed_tokens
         num_new = min(request.num_pending_tokens, max(spare, 1))
         end = start + num_new
-        part = ScheduledRequest(request, end, has_logits=end == request.num_tokens)
-        own_kv = self.has_draft
-        if num_new == request.num_pending_tokens == 1 and request.num_output_tokens > 0:
-            extra = self._limits.max_num_new_slots_for_drafting
-            k = min(self.num_drafts_allowed(request, num_for_batch), spare - 1 - extra)
-            if own_kv:
-                if k > 0 or self._keeps_draft_whole(request):
-                    self._feed_draft(part, budget)
-                if part.draft_end != request.num_tokens:
-                    k = 0  # the draft KV still has to catch up
-            else:
-                k = min(k, len(request.drafts))
-            part.num_drafts = max(k, 0)
-        elif own_kv:
-            self._feed_draft(part, budget)
+        part = ScheduledRequest(
+            request, end, request.num_tokens, has_logits=end == request.num_tokens
+        )
+        k = 0
+        is_decoding = num_new == request.num_pending_tokens == 1 and request.num_output_tokens > 0
+        if is_decoding:
+            k = min(self.num_drafts_allowed(request, num_for_batch), spare - 1)
+        if not self._law.arrives_in_step:
+            k = min(k, len(request.drafts))
+        elif not self.has_drafter:
+            k = 0
+        elif self._law.keeps_kv:
+            k = self._feed_drafter(part, k, budget, is_decoding)
+        part.num_drafts = max(k, 0)
 
-        lookahead = self._limits.num_lookahead_tokens if part.num_drafts else 0
-        if not self.tables.reserve(request.table, start, num_new + part.num_drafts, lookahead):
+        lookahead = max(self._law.num_lookahead_tokens - 1 - part.num_drafts, 0)
+        if not part.num_drafts or not self.tables.reserve(
+            request.table, start, num_new + part.num_drafts, lookahead
+        ):
             part.num_drafts = 0
             if not self.tables.reserve(request.table, start, num_new, 0):
                 return None
         budget.target -= num_new + part.num_drafts
-        if part.num_drafts:
-            budget.target -= self._limits.max_num_new_slots_for_drafting
         if part.draft_end is not None:
             budget.draft -= part.draft_end - request.draft_len
+        if part.num_drafts:
+            budget.draft -= self._law.num_extra_rows
         return part
 
+    def _feed_drafter(
+        self, part: ScheduledRequest, k: int, budget: _Budget, is_decoding: bool
+    ) -> int:
+        """Decide what is fed to a drafter with KV of its own; K drafts that are possible then.
+
+        A drafter that reads the target's states gets them all: they pass by only once, in the
+        step that computes them. Others may lag behind and catch up, but draft only once they have.
+        """
+        request, law = part.request, self._law
+        wanted = law.feed_end(part.num_known)
+        if law.reads_target_states:
+            end = min(part.end, wanted)
+        elif k > 0 or not is_decoding or self._keeps_draft_whole(request):
+            end = min(part.end, wanted, request.draft_len + max(budget.draft, 0))
+        else:
+            end = request.draft_len
+        if end > request.draft_len:
+            part.draft_end = end
+        num_rows = max(end - request.draft_len, 0) + law.num_extra_rows
+        return k if end >= wanted and num_rows <= budget.draft else 0
+
     def _keeps_draft_whole(self, request: Request) -> bool:
-        """Feed the draft model in a step with K = 0? Yes if the step alone asked for K = 0. Where
+        """Feed the drafter in a step with K = 0? Yes if the step alone asked for K = 0. Where
         speculation is off for long, one batched catch-up later is cheaper than a draft forward
         a step."""
         return request.params.speculation_enabled and self.speculation_enabled
-
-    def _feed_draft(self, part: ScheduledRequest, budget: _Budget) -> None:
-        end = min(part.end, part.request.draft_len + budget.draft)
-        if end > part.request.draft_len:
-            part.draft_end = end
 
     def _admit(
         self, scheduled: list[ScheduledRequest], admissions: list[SlotParams], budget: _Budget
@@ -291,7 +317,7 @@ class Scheduler:
             request.table = tables.open()
             tables.attach(request.table, hit)
             request.num_computed_tokens = num_hit
-            request.draft_len = num_hit if self.has_draft else 0
+            request.draft_len = num_hit if self._keeps_drafter_kv else 0
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_hit
                 self._stats.num_prompt_tokens += request.prompt_len
@@ -304,14 +330,33 @@ class Scheduler:
             assert part is not None, f"{request!r}: blocks were available"
             scheduled.append(part)
 
+    @property
+    def _keeps_drafter_kv(self) -> bool:
+        return self._law.keeps_kv and self.has_drafter
+
     def _find_prefix(self, request: Request) -> list[int]:
         """Cached blocks of the request's known tokens; the last token is always recomputed, its
         logits are needed."""
         if not self._limits.enable_prefix_caching:
             return []
-        extend_hashes(request.block_hashes, request.token_ids, self._limits.block_size)
-        num_usable = (request.num_tokens - 1) // self._limits.block_size
-        return self.tables.match(request.block_hashes[:num_usable])
+        block_size = self._limits.block_size
+        self._hash_blocks(request)
+        num_usable = (request.num_tokens - 1) // block_size
+        hit = self.tables.match(request.block_hashes[:num_usable])
+        if hit and self._law.drops_tail_block:
+            # What the drafter kept at the end depends on tokens that may differ here.
+            num_dropped = -(-self._law.num_next_tokens // block_size)
+            del hit[max(len(hit) - num_dropped, 0) :]
+        return hit
+
+    def _hash_blocks(self, request: Request) -> None:
+        extend_hashes(
+            request.block_hashes,
+            request.token_ids,
+            self._limits.block_size,
+            self._law.num_hash_lookahead_tokens,
+            request.params.cache_salt,
+        )
 
     def _plan(
         self, generation: int, scheduled: list[ScheduledRequest], admissions: list[SlotParams]
@@ -325,24 +370,37 @@ class Scheduler:
             delta = self.tables.take_delta(request.table, request.slot)
             if delta is not None:
                 blocks.append(delta)
-            tokens = request.token_ids
             start = request.num_computed_tokens
-            rows = tokens[start : part.end]
+            rows = request.token_ids[start : part.end]
             num_logits = 1 + k if part.has_logits else 0
-            if self.has_draft:
+            if self.has_drafter:
                 target.append(TargetEntry(request.slot, start, rows, 0, k, num_logits))
-                if part.draft_end is not None:
-                    feed = tokens[request.draft_len : part.draft_end]
-                    draft.append(DraftEntry(
-                            request.slot, request.draft_len, len(feed), request.draft_len, feed, k
-                        ))
+                if k or part.draft_end is not None:
+                    draft.append(self._draft_entry(part))
             else:
                 if k:
                     part.drafts = request.drafts[:k]
                     rows = np.concatenate((rows, part.drafts))
                 target.append(TargetEntry(request.slot, start, rows, k, 0, num_logits))
         return StepPlan(
-            generation, self._step, tuple(admissions), tuple(blocks), tuple(target), tuple(draft)
+            generation,
+            self._step,
+            tuple(admissions),
+            tuple(blocks),
+            tuple(target),
+            tuple(draft),
+            self.draft_generation,
+        )
+
+    def _draft_entry(self, part: ScheduledRequest) -> DraftEntry:
+        request, law = part.request, self._law
+        newest = part.num_known - 1
+        start = request.draft_len if law.keeps_kv else newest
+        end = part.draft_end if part.draft_end is not None else start
+        first = min(start + min(law.num_next_tokens, 1), newest)
+        last = part.num_known if part.num_drafts else end + law.num_next_tokens
+        return DraftEntry(
+            request.slot, start, end - start, first, request.token_ids[first:last], part.num_drafts
         )
 
     # --- after the step ---------------------------------------------------------------------
@@ -353,27 +411,30 @@ class Scheduler:
         Args:
             part: From `schedule`, of a request that did not leave in between.
             num_accepted: Drafts accepted, before a stop trimmed them.
-            num_real_drafts: Drafts the step really had; a draft model may give fewer than asked.
+            num_real_drafts: Drafts the step really had; a drafter may give fewer than asked.
         """
-        request = part.request
+        request, law = part.request, self._law
         assert request.table is not None
         num_computed = part.end
         if part.has_logits:
             # The newest token never has KV, also when a stop cut accepted drafts away.
             num_computed = min(num_computed + num_accepted, request.num_tokens - 1)
         request.num_computed_tokens = num_computed
-        if part.draft_end is not None and self.has_draft:
-            drafted = part.draft_end + max(num_real_drafts - 1, 0)
-            request.draft_len = min(drafted, request.num_computed_tokens)
-        self.tables.commit(request.table, request.num_computed_tokens)
-        if self._limits.enable_prefix_caching:
-            valid = request.num_computed_tokens
-            if self.has_draft:
-                valid = min(valid, request.draft_len)
-            if valid // self._limits.block_size > request.table.num_published:
-                confirmed = request.token_ids[: request.num_computed_tokens]
-                extend_hashes(request.block_hashes, confirmed, self._limits.block_size)
-                self.tables.publish(request.table, request.block_hashes, valid)
+        valid = num_computed
+        if self._keeps_drafter_kv:
+            if part.draft_end is not None:
+                # What depends on tokens that were not known yet is fed again.
+                whole = min(part.draft_end, law.final_end(part.num_known))
+                if law.kv_survives_drafting:
+                    whole += max(num_real_drafts - 1, 0)
+                request.draft_len = max(request.draft_len, min(whole, num_computed))
+            valid = min(num_computed, request.draft_len)
+        self.tables.commit(request.table, num_computed)
+        block_size = self._limits.block_size
+        if self._limits.enable_prefix_caching and valid // block_size > request.table.num_published:
+            self._hash_blocks(request)
+            valid = min(valid, len(request.block_hashes) * block_size)
+            self.tables.publish(request.table, request.block_hashes, valid)
         request.drop_drafts()
 
     def check_idle(self) -> None:

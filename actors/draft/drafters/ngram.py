@@ -1,30 +1,30 @@
-"""Prompt lookup: continue the tokens as they continued the last time these n tokens came up.
+"""Prompt lookup: continue the tokens as they continued the first time these n tokens came up.
 
 Of the suffixes with `min_n` to `max_n` tokens that occurred before, the longest wins; among its
-occurrences the earliest. Drafts never run past the known tokens. Instead of rescanning T tokens a
-step, each request keeps a map from n-gram to the end of its first occurrence.
+occurrences the earliest. Drafts never run past the known tokens.
+
+Each request keeps a hash of the `min_n` tokens before every position. Places where the shortest
+suffix occurred are found by comparing hashes, all at once, and narrowed down to the longest match
+token by token: no map of n-grams, so the cost does not grow with the window in memory, and a
+prompt is hashed once, outside the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from actors.steps.messages import Int32Array
+from actors.steps.protocols import LookupDrafter
 from specconfig.engine import EngineConfig
 
-_ID_BYTES = 4
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_PART = 1024
 
 
-@dataclass(slots=True)
-class _Index:
-    """First occurrences of one request's n-grams."""
-
-    raw: bytes = b""  # the indexed tokens, int32
-    first_end: dict[int, dict[bytes, int]] = field(default_factory=dict)  # n -> n-gram -> end
-
-
-class NgramDrafter:
+class NgramDrafter(LookupDrafter):
     """Lookup drafter over n-grams of the request's own prompt and output.
 
     Args:
@@ -37,7 +37,7 @@ class NgramDrafter:
             raise ValueError(f"min_n={min_n}, max_n={max_n}: needs 1 <= min_n <= max_n")
         self.min_n = min_n
         self.max_n = max_n
-        self._indexes: dict[int, _Index] = {}
+        self._hashes: dict[int, _SuffixHashes] = {}
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> NgramDrafter:
@@ -48,43 +48,75 @@ class NgramDrafter:
         return cls(options.prompt_lookup_min, options.prompt_lookup_max)
 
     def __len__(self) -> int:
-        return len(self._indexes)
+        return len(self._hashes)
+
+    def begin(self, key: int, prompt_token_ids: Int32Array, scope: str | None) -> None:
+        self._hashes[key] = _SuffixHashes(self.min_n, prompt_token_ids)
 
     def propose(self, key: int, token_ids: Int32Array, max_drafts: int) -> Sequence[int]:
         num_tokens = len(token_ids)
-        if max_drafts < 1 or num_tokens < self.min_n:
-            return ()
-        index = self._updated(key, token_ids)
-        raw = index.raw
-        for n in range(min(self.max_n, num_tokens - 1), self.min_n - 1, -1):
-            end = index.first_end[n].get(raw[(num_tokens - n) * _ID_BYTES :])
-            # The suffix itself is in the map too; a first occurrence there is no earlier one.
-            if end is not None and end < num_tokens:
-                drafts: list[int] = token_ids[end : end + max_drafts].tolist()
-                return drafts
-        return ()
+        hashes = self._hashes.get(key)
+        if hashes is None:
+            hashes = self._hashes[key] = _SuffixHashes(self.min_n, token_ids)
+        else:
+            hashes.extend(token_ids)
+        end = _best_end(token_ids, hashes.earlier_ends(), self.min_n, self.max_n)
+        drafts: list[int] = token_ids[end : min(end + max_drafts, num_tokens)].tolist()
+        return drafts if end else ()
 
-    def forget(self, key: int) -> None:
-        self._indexes.pop(key, None)
+    def finish(self, key: int, token_ids: Int32Array) -> None:
+        self._hashes.pop(key, None)
 
-    def _updated(self, key: int, token_ids: Int32Array) -> _Index:
-        raw = token_ids.tobytes()
-        index = self._indexes.get(key)
-        if index is None or not raw.startswith(index.raw):
-            index = self._indexes[key] = _Index(
-                first_end={n: {} for n in range(self.min_n, self.max_n + 1)}
-            )
-        old, new = len(index.raw) // _ID_BYTES, len(token_ids)
-        index.raw = raw
-        for n, first_end in index.first_end.items():
-            width = n * _ID_BYTES
-            ends = range(max(old + 1, n), new + 1)
-            if first_end:
-                for end in ends:
-                    first_end.setdefault(raw[end * _ID_BYTES - width : end * _ID_BYTES], end)
-            else:
-                # Backwards, so that the earliest occurrence is the one that stays.
-                first_end.update(
-                    (raw[end * _ID_BYTES - width : end * _ID_BYTES], end) for end in reversed(ends)
-                )
-        return index
+
+class _SuffixHashes:
+    """Hash of the `width` tokens that end at each position of one request."""
+
+    def __init__(self, width: int, token_ids: Int32Array) -> None:
+        self._width = width
+        self._num_tokens = 0
+        self._buffer = np.empty(2 * len(token_ids) + 64, dtype=np.uint64)
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Int32Array) -> None:
+        """Take in all of `token_ids`; those known already are not looked at again."""
+        old, new = self._num_tokens, len(token_ids)
+        if new > len(self._buffer):
+            self._buffer = np.resize(self._buffer, 2 * new)
+        first = max(old - self._width + 1, 0)
+        tokens = token_ids[first:].astype(np.uint64) + np.uint64(1)
+        # Of the first places, with fewer tokens before them, nothing is asked.
+        mixed = np.zeros(len(tokens), dtype=np.uint64)
+        for back in range(self._width):
+            mixed *= _FACTOR
+            mixed[back:] += tokens[: len(tokens) - back]
+        self._buffer[old:new] = mixed[old - first :]
+        self._num_tokens = new
+
+    def earlier_ends(self) -> npt.NDArray[np.intp]:
+        """Places, ascending, up to which tokens hash as the last `width` do; the end left out."""
+        last = self._num_tokens - 1
+        if last < self._width:
+            return np.empty(0, dtype=np.intp)
+        same = self._buffer[self._width - 1 : last] == self._buffer[last]
+        return np.flatnonzero(same) + self._width
+
+
+def _best_end(token_ids: Int32Array, ends: npt.NDArray[np.intp], min_n: int, max_n: int) -> int:
+    """First of `ends` before which the longest suffix stands, of `min_n` to `max_n` tokens; 0:
+    none does."""
+    best = 0
+    longest = min_n - 1
+    limit = min(max_n, len(token_ids) - 1)
+    # In parts: where a text repeats itself, one of the first places is as good as any can be.
+    for first in range(0, len(ends), _PART):
+        part = ends[first : first + _PART]
+        for back in range(1, limit + 1):
+            part = part[part >= back]
+            part = part[token_ids[part - back] == token_ids[-back]]
+            if len(part) == 0:
+                break
+            if back > longest:
+                longest, best = back, int(part[0])
+        if longest == limit:
+            break
+    return best

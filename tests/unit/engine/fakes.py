@@ -10,9 +10,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actors.requests import GenerateRequest, RunOutput
-from actors.steps.messages import DraftTokens, RowStats, SlotParams, Stat, StepPlan, token_array
+from actors.steps.messages import (
+    DraftTokens,
+    RowMasks,
+    RowStats,
+    SlotParams,
+    Stat,
+    StepPlan,
+    TargetEntry,
+    token_array,
+)
+from actors.steps.protocols import LookupDrafter, Proposal, Verified
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
+from specconfig.draft_law import DraftLaw
 
 VOCAB = 50
 EOS = 49
@@ -54,7 +65,12 @@ def roll_out(script: Script, history: Sequence[int], num: int) -> list[int]:
 @dataclass
 class _Slot:
     params: SlotParams
-    blocks: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # of each position, in the KV memory
+
+
+def next_chain(chain: int, token: int) -> int:
+    """Hash of a sequence, one token longer."""
+    return (chain * 1_000_003 + token + 2) % _MOD
 
 
 class PagedTokens:
@@ -62,53 +78,53 @@ class PagedTokens:
 
     def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
-        shape = (limits.num_blocks, limits.block_size)
-        self.token = np.full(shape, -1, dtype=np.int64)
-        self.chain = np.full(shape, -1, dtype=np.int64)
+        self.cells = [(-1, -1)] * (limits.num_blocks * limits.block_size)
         self.slots: dict[int, _Slot] = {}
 
     def take_tables(self, plan: StepPlan) -> None:
+        size = self.limits.block_size
         for params in plan.admissions:
             assert 0 <= params.slot < self.limits.max_num_seqs
             self.slots[params.slot] = _Slot(params)
         for delta in plan.blocks:
-            blocks = self.slots[delta.slot].blocks
-            assert delta.first <= len(blocks), "a gap in the block table"
-            del blocks[delta.first :]
-            blocks.extend(delta.block_ids.tolist())
-            assert all(0 < b < self.limits.num_blocks for b in blocks), "illegal block id"
-            assert len(set(blocks)) == len(blocks)
-            assert len(blocks) * self.limits.block_size < (
-                self.limits.max_model_len + self.limits.block_size
-            ), "table goes past the context's end"
+            slot = self.slots[delta.slot]
+            assert delta.first * size <= len(slot.places), "a gap in the block table"
+            del slot.places[delta.first * size :]
+            for block in delta.block_ids.tolist():
+                assert 0 < block < self.limits.num_blocks, "illegal block id"
+                slot.places += range(block * size, (block + 1) * size)
+            assert len(set(slot.places)) == len(slot.places)
+            assert len(slot.places) < self.limits.max_model_len + size, "past the context's end"
 
-    def where(self, slot: int, position: int) -> tuple[int, int]:
-        blocks = self.slots[slot].blocks
-        index, offset = divmod(position, self.limits.block_size)
-        assert index < len(blocks), f"slot {slot}: position {position} has no block"
-        return blocks[index], offset
+    def where(self, slot: int, position: int) -> int:
+        places = self.slots[slot].places
+        assert position < len(places), f"slot {slot}: position {position} has no block"
+        return places[position]
 
     def read(self, slot: int, length: int) -> list[int]:
         """Tokens of positions below `length`; asserts that their KV is valid and their own."""
+        places = self.slots[slot].places
+        assert length <= len(places), f"slot {slot}: position {length - 1} has no block"
         tokens: list[int] = []
         chain = 7
-        for position in range(length):
-            at = self.where(slot, position)
-            token = int(self.token[at])
-            chain = (chain * 1_000_003 + token + 2) % _MOD
-            assert self.chain[at] == chain, f"slot {slot}: KV of position {position} is not valid"
+        for place in places[:length]:
+            token, found = self.cells[place]
+            chain = next_chain(chain, token)
+            assert found == chain, f"slot {slot}: KV of position {len(tokens)} is not valid"
             tokens.append(token)
         return tokens
 
+    def chains(self, slot: int, start: int, num: int) -> list[int]:
+        """The hash of all tokens up to each position: a stand-in for its hidden state."""
+        return [self.cells[self.where(slot, p)][1] for p in range(start, start + num)]
+
     def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        chain = 7 if start == 0 else int(self.chain[self.where(slot, start - 1)])
+        chain = 7 if start == 0 else self.cells[self.where(slot, start - 1)][1]
         for position, token in enumerate(tokens, start):
             assert 0 <= position < self.limits.max_model_len, f"position {position}"
             assert 0 <= token < self.limits.vocab_size, f"token id {token} reached a model"
-            at = self.where(slot, position)
-            chain = (chain * 1_000_003 + token + 2) % _MOD
-            self.token[at] = token
-            self.chain[at] = chain
+            chain = next_chain(chain, token)
+            self.cells[self.where(slot, position)] = (token, chain)
 
 
 class ScriptedTarget:
@@ -123,7 +139,12 @@ class ScriptedTarget:
         self.max_rows = 0
         self.entries: list[tuple[int, int, int, int]] = []  # step, slot, rows, drafts
 
-    def run(self, plan: StepPlan, drafts: DraftTokens | None) -> RowStats:
+    def run(
+        self, plan: StepPlan, proposal: Proposal | None, masks: RowMasks | None = None
+    ) -> Verified:
+        drafts = None if proposal is None else proposal.tokens
+        masks = masks or plan.masks
+        assert (masks is not None) == (plan.awaits_masks or plan.masks is not None)
         self.num_steps += 1
         if self.fail_at is not None and self.num_steps >= self.fail_at:
             raise RuntimeError("the target broke")
@@ -137,6 +158,7 @@ class ScriptedTarget:
         top: list[list[int]] = []
         num_top = max([self.kv.slots[e.slot].params.num_logprobs for e in plan.target] + [0])
         total_rows = 0
+        ran: list[tuple[TargetEntry, int]] = []
         for entry, history in zip(plan.target, before, strict=True):
             rows = entry.token_ids.tolist()
             k = entry.num_drafts
@@ -147,10 +169,9 @@ class ScriptedTarget:
                 rows += extra
                 k = len(extra)
             total_rows += len(entry.token_ids) + entry.num_pending_drafts
-            if entry.num_drafts or entry.num_pending_drafts:
-                total_rows += self.limits.max_num_new_slots_for_drafting
             assert entry.num_logits in (0, 1 + entry.num_drafts + entry.num_pending_drafts)
             self.kv.write(entry.slot, entry.start, rows)
+            ran.append((entry, len(rows)))
             self.entries.append((plan.step, entry.slot, len(rows), k))
             params = self.kv.slots[entry.slot].params
             num_logits = 1 + k if entry.num_logits else 0
@@ -161,6 +182,8 @@ class ScriptedTarget:
                 if end - params.prompt_len < params.min_tokens:
                     while token in params.masked_ids:
                         token = (token + 1) % self.limits.vocab_size
+                if masks is not None:
+                    token = _allowed(masks, len(sampled), token, self.limits.vocab_size)
                 sampled.append(token)
                 logprobs.append(logprob_of(full[:end], token))
                 top.append([(token + j) % self.limits.vocab_size for j in range(num_top)])
@@ -172,7 +195,16 @@ class ScriptedTarget:
             Stat.TOP_IDS: token_array(top).reshape(len(top), num_top),
             Stat.TOP_LOGPROBS: np.tile(-np.arange(num_top, dtype=np.float32), (len(top), 1)),
         }
-        return RowStats(plan.step, token_array(num_rows), columns)
+        taps = {e.slot: (e.start, self.kv.chains(e.slot, e.start, n)) for e, n in ran}
+        return Verified(RowStats(plan.step, token_array(num_rows), columns), taps)
+
+
+def _allowed(masks: RowMasks, row: int, token: int, vocab_size: int) -> int:
+    """The first token from `token` on that the row's mask allows."""
+    for bits in masks.bits[masks.rows == row]:
+        while not bits[token // 32] >> (token % 32) & 1:
+            token = (token + 1) % vocab_size
+    return token
 
 
 def logprob_of(history: Sequence[int], token: int) -> float:
@@ -229,27 +261,39 @@ def illegal(token: int) -> Guess:
     return lambda _history, k: [token] * k
 
 
-class FakeLookup:
-    """A LookupDrafter over a guess; keeps a table, so that a leak shows."""
+class FakeLookup(LookupDrafter):
+    """Over a guess; checks that it is told everything, and keeps a table, so that a leak shows."""
 
     def __init__(self, guess: Guess, fail: bool = False) -> None:
         self.guess = guess
         self.fail = fail
         self.table: dict[int, int] = {}
+        self.ended: list[list[int]] = []
+        self.scopes: dict[int, str | None] = {}
+
+    def begin(self, key: int, prompt_token_ids: np.ndarray, scope: str | None) -> None:
+        assert key not in self.table
+        self.table[key] = len(prompt_token_ids)
+        self.scopes[key] = scope
 
     def propose(self, key: int, token_ids: np.ndarray, max_drafts: int) -> list[int]:
         assert max_drafts >= 1
-        self.table[key] = len(token_ids)
+        assert self.table[key] == len(token_ids), "it was not told of every token"
         if self.fail:
             raise RuntimeError("the drafter broke")
         return self.guess(token_ids.tolist(), max_drafts)
 
-    def forget(self, key: int) -> None:
-        self.table.pop(key, None)
+    def observe(self, key: int, token_ids: np.ndarray, num_new: int) -> None:
+        self.table[key] += num_new
+        assert self.table[key] == len(token_ids)
+
+    def finish(self, key: int, token_ids: np.ndarray) -> None:
+        self.ended.append(token_ids.tolist())
+        del self.table[key]
 
 
 class FakeDraftHost:
-    """DraftHostLike over a guess, with its own KV in the same block ids."""
+    """A separate draft model over a guess, with its own KV in the same block ids."""
 
     def __init__(self, limits: EngineLimits, guess: Guess, short_every: int = 0) -> None:
         self.limits = limits
@@ -260,7 +304,10 @@ class FakeDraftHost:
         self.fail_at: int | None = None
         self.num_fed = 0
 
-    def run(self, plan: StepPlan) -> DraftTokens:
+    def absorb(self, plan: StepPlan, verified: Verified) -> None:
+        return
+
+    def propose(self, plan: StepPlan) -> Proposal:
         self.num_steps += 1
         if self.fail_at is not None and self.num_steps >= self.fail_at:
             raise RuntimeError("the draft model broke")
@@ -270,7 +317,7 @@ class FakeDraftHost:
         counts: list[int] = []
         total = 0
         for entry in plan.draft:
-            assert len(entry.token_ids) > 0
+            assert len(entry.token_ids) == entry.num_rows > 0 and entry.first == entry.start
             feed = entry.token_ids.tolist()
             total += len(feed)
             history = self.kv.read(entry.slot, entry.start)  # the draft_len contract
@@ -290,7 +337,13 @@ class FakeDraftHost:
                 counts.append(k)
         assert total <= self.limits.max_num_batched_tokens
         self.num_fed += total
-        return DraftTokens(plan.step, token_array(ids), token_array(counts))
+        return Proposal(DraftTokens(plan.step, token_array(ids), token_array(counts)))
+
+
+def draft_model_law(k: int) -> DraftLaw:
+    return DraftLaw(
+        arrives_in_step=True, keeps_kv=True, kv_survives_drafting=True, num_lookahead_tokens=k
+    )
 
 
 def make_limits(k: int = 0, **changes: object) -> EngineLimits:
@@ -305,9 +358,8 @@ def make_limits(k: int = 0, **changes: object) -> EngineLimits:
         "num_speculative_tokens": k,
         "num_speculative_tokens_for_batch": lambda _n: k,
     }
-    if changes.get("draft_has_own_kv"):
-        values["num_lookahead_tokens"] = k
-        values["max_num_new_slots_for_drafting"] = 1
+    if changes.pop("has_draft_model", False):
+        values["law"] = draft_model_law(k)
     values.update(changes)
     return EngineLimits(**values)  # type: ignore[arg-type]
 

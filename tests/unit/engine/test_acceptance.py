@@ -3,8 +3,8 @@ import random
 import numpy as np
 
 from actors.acceptance.base import VerifyRows
-from actors.acceptance.exact import accept_exact
-from actors.steps.messages import token_array
+from actors.acceptance.exact import ExactMatch
+from actors.steps.messages import Stat, token_array
 
 
 def brute_force(requests):
@@ -29,9 +29,9 @@ def random_batch(rng):
 
 
 def check(requests):
-    verdict = accept_exact(
+    verdict = ExactMatch()(
         VerifyRows(
-            token_array([s for _, samples in requests for s in samples]),
+            {Stat.SAMPLED: token_array([s for _, samples in requests for s in samples])},
             token_array([d for drafts, _ in requests for d in drafts]),
             token_array([len(drafts) for drafts, _ in requests]),
         )
@@ -48,9 +48,9 @@ def test_equals_brute_force():
 
 
 def test_full_partial_and_no_acceptance_in_one_batch():
-    verdict = accept_exact(
+    verdict = ExactMatch()(
         VerifyRows(
-            token_array([1, 2, 3, 4, 5, 6, 7, 8, 9]),
+            {Stat.SAMPLED: token_array([1, 2, 3, 4, 5, 6, 7, 8, 9])},
             token_array([1, 2, 4, 9, 7, 0]),
             token_array([2, 2, 2]),
         )

@@ -28,7 +28,7 @@ class Engines:
         self.made = []
 
     def __call__(self, k, guess=None, script=SCRIPT, tokenizer=None, own_kv=False, **changes):
-        limits = fakes.make_limits(k, draft_has_own_kv=own_kv, **changes)
+        limits = fakes.make_limits(k, has_draft_model=own_kv, **changes)
         target = fakes.ScriptedTarget(limits, script)
         drafter = host = None
         if own_kv:

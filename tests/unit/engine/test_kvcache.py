@@ -177,7 +177,7 @@ class TablesMachine(RuleBasedStateMachine):
             hashes = []
             extend_hashes(hashes, tokens, 2)
             for i, block in enumerate(table.block_ids):
-                published = self.tables.index.published_hash(block)
+                published = self.tables.index._hash_of.get(block)
                 assert published is None or (published == hashes[i] and 2 * (i + 1) <= computed)
 
     def teardown(self):

@@ -1,49 +1,21 @@
-from types import SimpleNamespace
-
 import pytest
 
 from actors.verifier.limits import EngineLimits
-from specconfig.engine import EngineConfig
+from specconfig.draft_law import DraftLaw
+from specconfig.engine_args import EngineArgs
+from tests.tiny import write_tiny_config
 from tests.unit.engine import fakes
 
 
-def test_from_config_reads_the_forwarding_properties():
-    config = SimpleNamespace(
-        scheduler=SimpleNamespace(
-            max_num_seqs=3,
-            max_num_batched_tokens=64,
-            enable_chunked_prefill=False,
-            max_num_queued_requests=9,
-        ),
-        cache=SimpleNamespace(block_size=8, enable_prefix_caching=False),
-        runtime=SimpleNamespace(max_logprobs=5),
-        model=SimpleNamespace(vocab_size=77, eos_token_ids=[1, 2]),
-        max_model_len=128,
-        num_speculative_tokens=4,
-        num_lookahead_tokens=6,
-        max_num_new_slots_for_drafting=1,
-        draft_has_own_kv=True,
-        num_speculative_tokens_for_batch=lambda n: n + 1,
-    )
-    limits = EngineLimits.from_config(config, 40)
-    assert limits == EngineLimits(
-        3, 64, 128, 8, 40, 77, (1, 2), False, False, 9, 5, 4, 6, 1, True,
-        config.num_speculative_tokens_for_batch,
-    )  # fmt: skip
-    assert limits.num_speculative_tokens_for_batch(2) == 3
-
-
-def test_the_configuration_has_what_the_verifier_reads():
-    for name in (
-        "max_model_len",
-        "num_speculative_tokens",
-        "num_lookahead_tokens",
-        "max_num_new_slots_for_drafting",
-        "draft_has_own_kv",
-        "num_speculative_tokens_for_batch",
-    ):
-        assert hasattr(EngineConfig, name)
-    assert {"scheduler", "cache", "runtime", "model"} <= set(EngineConfig.model_fields)
+def test_limits_are_those_of_the_configuration(tmp_path):
+    model = str(write_tiny_config(tmp_path / "m"))
+    speculation = {"method": "ngram", "num_speculative_tokens": 4}
+    args = EngineArgs(model=model, max_num_seqs=3, block_size=8, speculative_config=speculation)
+    config = args.resolve()
+    limits = EngineLimits.from_config(config, 400)
+    assert (limits.max_num_seqs, limits.block_size, limits.num_blocks) == (3, 8, 400)
+    assert limits.law == config.draft_law == DraftLaw()
+    assert limits.num_speculative_tokens_for_batch(2) == limits.num_speculative_tokens == 4
 
 
 @pytest.mark.parametrize(

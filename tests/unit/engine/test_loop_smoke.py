@@ -29,7 +29,7 @@ def test_lookup_output_is_that_of_plain_decoding(k, guess):
 @pytest.mark.parametrize("short_every", [0, 2])
 def test_draft_model_output_is_that_of_plain_decoding(k, guess, short_every):
     script = fakes.whole()
-    limits = fakes.make_limits(k, draft_has_own_kv=True)
+    limits = fakes.make_limits(k, has_draft_model=True)
     target = fakes.ScriptedTarget(limits, script)
     host = fakes.FakeDraftHost(limits, guess(script), short_every)
     engine = VerifierEngine(limits, InProcessStepClient(target, host))

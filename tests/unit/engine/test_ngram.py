@@ -56,32 +56,36 @@ def test_equals_brute_force_on_random_cases():
     assert 5_000 < hits < 20_000
 
 
-def test_the_growing_index_equals_brute_force():
+def test_what_grows_step_by_step_equals_brute_force():
     rng = random.Random(8)
     for case in range(300):
-        drafter = NgramDrafter(1, 4)
-        tokens: list[int] = []
+        drafter = NgramDrafter(rng.randint(1, 3), 4)
+        tokens = [rng.randrange(4) for _ in range(rng.randint(1, 9))]
+        if case % 2:
+            drafter.begin(case, np.asarray(tokens, dtype=np.int32), None)
         while len(tokens) < 60:
-            if tokens and rng.random() < 0.1:  # preempted, replaced or reset: shrinks or differs
-                tokens = tokens[: rng.randrange(len(tokens))]
-                if tokens and rng.random() < 0.5:
-                    tokens[rng.randrange(len(tokens))] = rng.randrange(4)
             tokens += [rng.randrange(4) for _ in range(rng.randint(1, 6))]
             got = list(drafter.propose(case, np.asarray(tokens, dtype=np.int32), 4))
-            assert got == brute_force(tokens, 1, 4, 4)
+            assert got == brute_force(tokens, drafter.min_n, 4, 4)
 
 
-def test_state_is_per_request_and_forgotten():
+def test_a_text_of_one_token_over_and_over_is_no_trap():
+    tokens = np.full(64 * 1024, 147, dtype=np.int32)
+    drafter = NgramDrafter(5, 120)
+    drafter.begin(1, tokens, None)
+    assert list(drafter.propose(1, tokens, 3)) == [147] * 3
+
+
+def test_state_is_per_request_and_dropped_at_its_end():
     drafter = NgramDrafter(1, 3)
     repeated = np.asarray([1, 2, 3, 1, 2, 3, 1], dtype=np.int32)
     fresh = np.asarray([3, 1], dtype=np.int32)
     assert drafter.propose(1, repeated, 3)
     assert list(drafter.propose(2, fresh, 3)) == []
-    drafter.forget(1)
+    drafter.finish(1, repeated)
     assert list(drafter.propose(1, fresh, 3)) == []
-    drafter.forget(1)
-    drafter.forget(2)
-    drafter.forget(3)
+    for key in (1, 2, 3):
+        drafter.finish(key, fresh)
     assert len(drafter) == 0
 
 

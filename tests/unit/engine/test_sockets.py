@@ -140,7 +140,7 @@ def test_nobody_listens_and_nobody_connects(sockets):
 
 
 def limits():
-    return fakes.make_limits(K, draft_has_own_kv=True)
+    return fakes.make_limits(K, has_draft_model=True)
 
 
 def worker_main(role: str, verifier_path: str, link_path: str, trouble: str) -> None:

@@ -11,6 +11,7 @@ from actors.errors import EngineDead
 from actors.stats import EngineStats
 from actors.steps.client import InProcessStepClient, no_drafts
 from actors.steps.messages import DraftTokens, RowStats, Stat, StepPlan, token_array
+from actors.steps.protocols import Proposal, Verified
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop
@@ -145,7 +146,7 @@ def limits(**kw):
     return EngineLimits(
         max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, block_size=4,
         num_blocks=300, vocab_size=fakes.VOCAB, eos_token_ids=(fakes.EOS,),
-        num_speculative_tokens=4, num_lookahead_tokens=4, draft_has_own_kv=True,
+        num_speculative_tokens=4, law=fakes.draft_model_law(4),
         num_speculative_tokens_for_batch=k_for, **kw,
     )  # fmt: skip
 
@@ -156,11 +157,14 @@ class CountingDraft:
     def __init__(self):
         self.passes = []
 
-    def run(self, plan: StepPlan) -> DraftTokens:
+    def absorb(self, plan: StepPlan, verified: Verified) -> None:
+        return
+
+    def propose(self, plan: StepPlan) -> Proposal:
         k = max((entry.num_drafts for entry in plan.draft), default=0)
         self.passes.append(k)
         counts = [entry.num_drafts for entry in plan.draft if entry.num_drafts]
-        return DraftTokens(plan.step, token_array([0] * sum(counts)), token_array(counts))
+        return Proposal(DraftTokens(plan.step, token_array([0] * sum(counts)), token_array(counts)))
 
 
 class CountingTarget:
@@ -169,17 +173,19 @@ class CountingTarget:
         self.barrier = barrier
         self.step_s = step_s
 
-    def run(self, plan: StepPlan, drafts: DraftTokens | None) -> RowStats:
+    def run(self, plan, proposal, masks=None) -> Verified:
         time.sleep(self.step_s)
         if self.barrier is not None:
             self.barrier()
         self.num_forwards += 1
-        given = iter((drafts or no_drafts(plan)).counts.tolist())
+        drafts = no_drafts(plan) if proposal is None else proposal.tokens
+        given = iter(drafts.counts.tolist())
         rows = []
         for entry in plan.target:
             arrived = next(given) if entry.num_pending_drafts else 0
             rows.append(1 + arrived if entry.num_logits else 0)
-        return RowStats(plan.step, token_array(rows), {Stat.SAMPLED: token_array([7] * sum(rows))})
+        sampled = {Stat.SAMPLED: token_array([7] * sum(rows))}
+        return Verified(RowStats(plan.step, token_array(rows), sampled))
 
 
 def params(n, tokens=24):
