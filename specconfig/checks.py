@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+from specconfig.acceptance import acceptance_method, is_custom
 from specconfig.errors import ConfigError
 from specconfig.lookups import resolve_lookups
 from specconfig.resolution import Resolution
@@ -83,7 +84,18 @@ def _parallel_drafting(res: Resolution, cls: type[SpeculatorConfig]) -> None:
 def _verification(res: Resolution, cls: type[SpeculatorConfig]) -> None:
     values = res.values
     method, k = values["rejection_sample_method"], values["num_speculative_tokens"]
+    res.acceptance = acceptance_method(method, values["draft_sample_method"] == "probabilistic")
     _synthetic(res, method, k)
+    if is_custom(method):
+        if not res.acceptance.is_lossless:
+            res.log.warn(f"rejection_sample_method={method!r} does not promise to be lossless")
+    elif values["acceptance_options"] is not None:
+        raise ConfigError(
+            f"{_P}.acceptance_options",
+            values["acceptance_options"],
+            f"none for {method!r}, whose options are fields of their own",
+            "remove acceptance_options",
+        )
     if method == "fly":
         _fly(res, cls, k)
     elif "fly_window_size" in res.given:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from specconfig.acceptance import EXACT_MATCH
 from specconfig.decisions import Decision
 from specconfig.draft_law import DraftLaw
 from specconfig.dynamic_k import tokens_for_batch
@@ -148,8 +149,7 @@ class EngineConfig(Frozen):
         return DraftLaw(
             proposes=drafter.proposes_draft_tokens,
             arrives_in_step=drafter.host != "verifier",
-            reads_target_states=drafter.uses_target_hidden_states
-            or drafter.uses_aux_hidden_states,
+            reads_target_states=drafter.uses_target_hidden_states or drafter.uses_aux_hidden_states,
             keeps_kv=keeps_kv,
             num_next_tokens=next_tokens,
             kv_survives_drafting=keeps_kv and drafter.kv_survives_drafting,
@@ -234,6 +234,20 @@ class EngineConfig(Frozen):
             return ids
         layers = self.model.num_hidden_layers
         return tuple(sorted({min(2, layers), layers // 2, max(0, layers - 3)}))
+
+    @property
+    def acceptance_implementation(self) -> str:
+        """``module:name`` of the acceptance rule, imported by the engine.
+
+        Exact match without speculation: a request without drafts takes the target's own sample.
+        """
+        spec = self.speculative
+        return spec.acceptance_implementation if spec else EXACT_MATCH.implementation
+
+    @property
+    def acceptance_options(self) -> dict[str, Any]:
+        """Keyword arguments of the acceptance rule."""
+        return self.speculative.resolved_acceptance_options if self.speculative else {}
 
     @property
     def is_lossless(self) -> bool:

@@ -42,7 +42,9 @@ NOT_GRAPH = frozenset({
     "suffix_decoding_min_token_prob",
     # Prefix cache and verification happen outside the forward pass.
     "disable_eagle_block_drop", "disable_lookahead_block_hashes", "draft_sample_method",
-    "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length",
+    "rejection_sample_method", "acceptance_options",
+    "acceptance_implementation", "acceptance_is_lossless",
+    "synthetic_acceptance_rates", "synthetic_acceptance_length",
     "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k",
 })  # fmt: skip
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specconfig.acceptance import EXACT_MATCH, AcceptanceMethod
 from specconfig.decisions import DecisionLog
 from specconfig.errors import ConfigError
 from specconfig.facts import FactsSource
@@ -38,6 +39,7 @@ class Resolution:
     mask_token_id: int | None = None
     aux_layer_ids: tuple[int, ...] | None = None
     shared_vocab_size: int | None = None
+    acceptance: AcceptanceMethod = EXACT_MATCH
 
     def __post_init__(self) -> None:
         names = SpeculativeFields.model_fields

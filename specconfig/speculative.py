@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from specconfig.acceptance import BUILTIN, EXACT_MATCH, is_custom
 from specconfig.decisions import DecisionLog
 from specconfig.errors import ConfigError
 from specconfig.facts import FactsSource
@@ -56,6 +57,12 @@ class SpeculativeConfig(SpeculativeFields):
     shared_vocab_size: int | None = Field(
         default=None, description="Drafts at or above this id can never be accepted."
     )
+    acceptance_implementation: str = Field(
+        default=EXACT_MATCH.implementation, description="`module:name` of the acceptance rule."
+    )
+    acceptance_is_lossless: bool = Field(
+        default=True, description="Whether that rule keeps the target's distribution."
+    )
     requested: dict[str, Any] = Field(
         default_factory=dict, description="The user's options; resolving them again gives this."
     )
@@ -66,9 +73,17 @@ class SpeculativeConfig(SpeculativeFields):
         return load_class(self.config_class)(self)
 
     @property
+    def resolved_acceptance_options(self) -> dict[str, Any]:
+        """Keyword arguments of the acceptance rule, by its own names."""
+        if is_custom(self.rejection_sample_method):
+            return dict(self.acceptance_options or {})
+        fields = BUILTIN[self.rejection_sample_method].options
+        return {keyword: getattr(self, name) for keyword, name in fields.items()}
+
+    @property
     def is_lossless(self) -> bool:
         """Whether the output distribution is exactly the target's."""
-        return self.rejection_sample_method in ("standard", "block")
+        return self.acceptance_is_lossless
 
     @property
     def uses_dynamic_tokens(self) -> bool:
@@ -173,6 +188,8 @@ def _resolve(res: Resolution) -> SpeculativeConfig:
         mask_token_id=res.mask_token_id,
         aux_hidden_state_layer_ids=res.aux_layer_ids,
         shared_vocab_size=res.shared_vocab_size,
+        acceptance_implementation=res.acceptance.implementation,
+        acceptance_is_lossless=res.acceptance.is_lossless,
         requested=_requested(res.options),
     )
     check_resolved(res, cls, spec)
