@@ -50,7 +50,7 @@ NOT_GRAPH = frozenset({
 
 # Model fields that do not shape the draft's graph.
 _MODEL_IGNORED = {
-    "tokenizer", "tokenizer_revision", "seed", "hf_overrides", "eos_token_ids", "bos_token_id",
+    "tokenizer", "tokenizer_revision", "hf_overrides", "eos_token_ids", "bos_token_id",
 }  # fmt: skip
 
 

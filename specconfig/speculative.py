@@ -12,9 +12,10 @@ from specconfig.decisions import DecisionLog
 from specconfig.errors import ConfigError
 from specconfig.facts import FactsSource
 from specconfig.model import ModelConfig, ParallelConfig
+from specconfig.model_facts import HfTransform
 from specconfig.options import SpeculativeFields, SpeculativeOptions, parse_options
 from specconfig.registry import load_class, qualified_name
-from specconfig.resolution import HfTransform, Resolution
+from specconfig.resolution import Resolution
 from specconfig.speculators.base import SpeculatorConfig
 
 

@@ -41,9 +41,9 @@ def test_plain_decoding_forwards_nothing() -> None:
 
 
 def test_model_facts() -> None:
-    model = engine(None, seed=3).model
+    model = engine(None).model
     assert (model.vocab_size, model.hidden_size, model.head_dim) == (32000, 4096, 128)
-    assert (model.eos_token_ids, model.bos_token_id, model.seed) == ((2,), 1, 3)
+    assert (model.eos_token_ids, model.bos_token_id) == ((2,), 1)
     assert (model.dtype, model.checkpoint_dtype) == ("auto", "bfloat16")
     assert model.derived_max_model_len == 8192
 
@@ -129,6 +129,36 @@ def test_overrides_merge_and_are_recorded() -> None:
     config = engine(None, hf_overrides={"rope_scaling": {"factor": 4.0}})
     assert config.model.hf_config["rope_scaling"] == {"rope_type": "llama3", "factor": 4.0}
     assert config.model.hf_overrides == {"rope_scaling": {"factor": 4.0}}
+
+
+def test_a_function_becomes_the_nested_difference_it_made() -> None:
+    def stretch(hf: dict[str, Any]) -> dict[str, Any]:
+        hf["rope_scaling"]["factor"] = 4.0
+        return {**hf, "num_hidden_layers": 1, "new": {"a": 1}}
+
+    config = engine({"model": "meta/tiny", "K": 3}, hf_overrides=stretch)
+    overrides = {"rope_scaling": {"factor": 4.0}, "num_hidden_layers": 1, "new": {"a": 1}}
+    for model in (config.model, config.draft_model):
+        assert model is not None
+        assert model.hf_overrides == overrides and model.num_hidden_layers == 1
+        assert model.hf_config["rope_scaling"] == {"rope_type": "llama3", "factor": 4.0}
+    assert "rope_scaling" in llama() and llama()["rope_scaling"]["factor"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("change", "gist"),
+    [
+        (lambda hf: {**hf, "rope_scaling": {"factor": 1.0}}, r"removes \['rope_scaling.rope_type'"),
+        (lambda hf: {**hf, "new": {1, 2}}, "JSON values"),
+    ],
+)
+def test_a_function_that_cannot_travel_is_refused(change: Any, gist: str) -> None:
+    with pytest.raises(ConfigError, match=gist):
+        engine(None, hf_overrides=change)
+
+
+def test_seed_is_carried_to_the_engine() -> None:
+    assert (engine(None).runtime.seed, engine(None, seed=7).runtime.seed) == (None, 7)
 
 
 def test_with_device() -> None:
