@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from specconfig.acceptance import acceptance_method, is_custom
+from specconfig.acceptance import BUILTIN, acceptance_method, is_custom
 from specconfig.errors import ConfigError
 from specconfig.lookups import resolve_lookups
 from specconfig.resolution import Resolution
@@ -98,13 +98,14 @@ def _verification(res: Resolution, cls: type[SpeculatorConfig]) -> None:
         )
     if method == "fly":
         _fly(res, cls, k)
-    elif "fly_window_size" in res.given:
-        raise ConfigError(
-            f"{_P}.fly_window_size",
-            values["fly_window_size"],
-            "only with rejection_sample_method='fly'",
-            "remove it, or set rejection_sample_method: fly",
-        )
+    else:
+        for name in sorted(res.given & set(BUILTIN["fly"].options.values())):
+            raise ConfigError(
+                f"{_P}.{name}",
+                values[name],
+                "only with rejection_sample_method='fly'",
+                "remove it, or set rejection_sample_method: fly",
+            )
     if method == "block" and values["draft_sample_method"] == "greedy":
         res.log.warn(
             "rejection_sample_method='block' gains nothing with one-hot (greedy) drafts at "

@@ -87,38 +87,9 @@ class SpeculativeConfig(SpeculativeFields):
         return self.acceptance_is_lossless
 
     @property
-    def uses_dynamic_tokens(self) -> bool:
-        """Whether K varies with the batch."""
-        return self.num_speculative_tokens_per_batch_size is not None
-
-    @property
     def use_eagle_block_drop(self) -> bool:
         """Whether the tail block of a prefix hit needs care at all."""
         return self.speculator.needs_eagle_block_drop and not self.disable_eagle_block_drop
-
-    @property
-    def num_lookahead_tokens(self) -> int:
-        """See ``SpeculatorConfig.num_lookahead_tokens``."""
-        return self.speculator.num_lookahead_tokens
-
-    @property
-    def uniform_decode_query_len(self) -> int:
-        """Target rows of a decoding request: its newest token and K drafts."""
-        return 1 + self.num_speculative_tokens
-
-    def conditional_acceptance_rates(self) -> tuple[float, ...] | None:
-        """Synthetic rates as P(accept i | all before accepted); None for other methods."""
-        if self.synthetic_acceptance_rates is None:
-            return None
-        from specconfig.synthetic import conditional_rates
-
-        return conditional_rates(self.synthetic_acceptance_rates)
-
-    def compute_hash(self) -> str:
-        """Hex digest of what shapes the computation graph; see ``specconfig.hashing``."""
-        from specconfig.hashing import graph_hash
-
-        return graph_hash(self)
 
     @classmethod
     def resolve(
