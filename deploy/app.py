@@ -16,6 +16,7 @@ from deploy.facts import ServedModel
 from parallel.placement import VERIFIER_CPUS, pack_strategy, place_replica
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
+from specconfig.readers import check_supported
 
 ENGINE_NAME: Final = "Engine"
 INGRESS_NAME: Final = "Ingress"
@@ -69,6 +70,7 @@ def api_keys(variable: str | None) -> tuple[str, ...]:
 def build(args: AppArgs) -> Application:
     """The application: ingress replicas in front of engine replicas."""
     config = args.resolve()
+    check_supported(config)
     capacity = args.resolved_max_ongoing_requests
     engine = serve.deployment(
         name=ENGINE_NAME,

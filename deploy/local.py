@@ -34,6 +34,7 @@ from deploy.demo import available_memory_mib
 from deploy.errors import UserError
 from specconfig.app_args import AppArgs
 from specconfig.errors import ConfigError
+from specconfig.readers import check_supported
 
 OBJECT_STORE_BYTES: Final = 160_000_000
 DEFAULT_PORT: Final = 8000
@@ -86,7 +87,7 @@ def read_serve_file(
         app["args"] = {**(app.get("args") or {}), **(overrides or {})}
         try:
             args = AppArgs(**{str(key): value for key, value in app["args"].items()})
-            args.resolve()
+            check_supported(args.resolve())
         except ConfigError as error:
             raise UserError(f"{path}: {_one_line(error)}") from None
         _check_memory(args)

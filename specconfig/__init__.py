@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specconfig.acceptance import register_acceptance_method
     from specconfig.app_args import AppArgs
     from specconfig.decisions import Decision
     from specconfig.engine import EngineConfig
@@ -35,6 +36,7 @@ _HOMES = {
     "SpeculativeConfig": "speculative",
     "SpeculatorConfig": "speculators.base",
     "explain_file": "explain",
+    "register_acceptance_method": "acceptance",
     "register_speculative_method": "registry",
     "registered_speculative_methods": "registry",
 }
@@ -51,6 +53,7 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculatorConfig",
     "explain_file",
+    "register_acceptance_method",
     "register_speculative_method",
     "registered_speculative_methods",
 ]

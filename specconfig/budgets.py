@@ -55,7 +55,7 @@ def check_budgets(config: EngineConfig, log: DecisionLog) -> None:
             f"raise it above {new_slots}, lower max_num_seqs, or lower num_speculative_tokens",
             message=f"drafting leaves no token for the requests themselves: {settings}",
         )
-    full = active * config.uniform_decode_query_len
+    full = active * (1 + k)
     if full > tokens:
         log.warn(
             f"a full decode batch needs {full} tokens ({active} x {1 + k}) but a step has "

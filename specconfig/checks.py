@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+from specconfig.acceptance import BUILTIN, acceptance_method, is_custom
 from specconfig.errors import ConfigError
 from specconfig.lookups import resolve_lookups
 from specconfig.resolution import Resolution
@@ -83,16 +84,28 @@ def _parallel_drafting(res: Resolution, cls: type[SpeculatorConfig]) -> None:
 def _verification(res: Resolution, cls: type[SpeculatorConfig]) -> None:
     values = res.values
     method, k = values["rejection_sample_method"], values["num_speculative_tokens"]
+    res.acceptance = acceptance_method(method, values["draft_sample_method"] == "probabilistic")
     _synthetic(res, method, k)
+    if is_custom(method):
+        if not res.acceptance.is_lossless:
+            res.log.warn(f"rejection_sample_method={method!r} does not promise to be lossless")
+    elif values["acceptance_options"] is not None:
+        raise ConfigError(
+            f"{_P}.acceptance_options",
+            values["acceptance_options"],
+            f"none for {method!r}, whose options are fields of their own",
+            "remove acceptance_options",
+        )
     if method == "fly":
         _fly(res, cls, k)
-    elif "fly_window_size" in res.given:
-        raise ConfigError(
-            f"{_P}.fly_window_size",
-            values["fly_window_size"],
-            "only with rejection_sample_method='fly'",
-            "remove it, or set rejection_sample_method: fly",
-        )
+    else:
+        for name in sorted(res.given & set(BUILTIN["fly"].options.values())):
+            raise ConfigError(
+                f"{_P}.{name}",
+                values[name],
+                "only with rejection_sample_method='fly'",
+                "remove it, or set rejection_sample_method: fly",
+            )
     if method == "block" and values["draft_sample_method"] == "greedy":
         res.log.warn(
             "rejection_sample_method='block' gains nothing with one-hot (greedy) drafts at "

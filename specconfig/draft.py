@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 from specconfig.errors import ConfigError
 from specconfig.facts import load_facts, text_section
 from specconfig.model import ModelConfig, ParallelConfig
-from specconfig.model_facts import declared_length, expert_counts, is_moe, model_config, rope_types
+from specconfig.model_facts import (
+    apply_transform,
+    declared_length,
+    expert_counts,
+    is_moe,
+    model_config,
+    rope_types,
+)
 
 if TYPE_CHECKING:
     from specconfig.resolution import Resolution
@@ -36,7 +43,7 @@ def load_draft(res: Resolution) -> dict[str, Any]:
     if res.target_transform is not None:
         # A callable is a run-time switch meant for both models; dict overrides patch the target's
         # structure and must not reach the draft.
-        hf = dict(res.target_transform(hf))
+        res.draft_overrides = apply_transform(hf, res.target_transform)
     res.draft_hf = hf
     return hf
 
@@ -70,10 +77,10 @@ def build_draft(res: Resolution, cls: type[CheckpointSpeculatorConfig]) -> None:
         revision=revision,
         code_revision=res.values["code_revision"],
         dtype=target.dtype,
-        seed=target.seed,
         quantization=res.values["quantization"],
         field=f"{_PREFIX}.model",
         max_model_len=None,
+        hf_overrides=res.draft_overrides,
         derived_max_model_len=max(derived, limit),
     ).model_copy(update={"max_model_len": limit, "derived_max_model_len": derived})
     res.draft_parallel = draft_parallel(res, res.draft, target)

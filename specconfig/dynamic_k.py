@@ -79,10 +79,3 @@ def tokens_for_batch(table: KTable, num_requests: int, max_tokens: int) -> int:
             break
         chosen = k
     return min(chosen, max_tokens)
-
-
-def dense_lookup(table: KTable, max_batch: int, max_tokens: int) -> list[int]:
-    """K by number of scheduled requests, index 0..max_batch (index 0 is unused and 0)."""
-    if max_batch < 1 or max_tokens < 1:
-        raise ConfigError(FIELD, (max_batch, max_tokens), "positive batch size and K", "")
-    return [0] + [tokens_for_batch(table, size, max_tokens) for size in range(1, max_batch + 1)]

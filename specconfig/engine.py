@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from specconfig.acceptance import EXACT_MATCH
 from specconfig.decisions import Decision
 from specconfig.draft_law import DraftLaw
 from specconfig.dynamic_k import tokens_for_batch
 from specconfig.model import (
     CacheConfig,
-    DType,
     Frozen,
     ModelConfig,
     ParallelConfig,
@@ -58,11 +58,6 @@ class EngineConfig(Frozen):
         return self.speculative.speculator.num_lookahead_tokens if self.speculative else 0
 
     @property
-    def num_prefill_lookahead_tokens(self) -> int:
-        """Tokens past a prompt chunk that the drafter reads."""
-        return self.speculative.speculator.num_prefill_lookahead_tokens if self.speculative else 0
-
-    @property
     def num_hash_lookahead_tokens(self) -> int:
         """Tokens past a KV block that its prefix hash must cover; 0 = plain hashes."""
         spec = self.speculative
@@ -82,21 +77,6 @@ class EngineConfig(Frozen):
     def max_num_new_slots_for_drafting(self) -> int:
         """Input rows per request that the drafter adds."""
         return self.speculative.speculator.max_num_new_slots_for_drafting if self.speculative else 0
-
-    @property
-    def uniform_decode_query_len(self) -> int:
-        """Target rows of a decoding request: newest token + K. Not a lookahead count."""
-        return 1 + self.num_speculative_tokens
-
-    @property
-    def decode_query_lens(self) -> tuple[int, ...]:
-        """Every row count a decoding request can have, one per K tier, ascending."""
-        spec = self.speculative
-        if spec is None or spec.num_speculative_tokens_per_batch_size is None:
-            return (self.uniform_decode_query_len,)
-        k = spec.num_speculative_tokens
-        tiers = {min(tier, k) for _, _, tier in spec.num_speculative_tokens_per_batch_size}
-        return tuple(sorted(1 + tier for tier in tiers))
 
     @property
     def max_model_len(self) -> int:
@@ -148,8 +128,7 @@ class EngineConfig(Frozen):
         return DraftLaw(
             proposes=drafter.proposes_draft_tokens,
             arrives_in_step=drafter.host != "verifier",
-            reads_target_states=drafter.uses_target_hidden_states
-            or drafter.uses_aux_hidden_states,
+            reads_target_states=drafter.uses_target_hidden_states or drafter.uses_aux_hidden_states,
             keeps_kv=keeps_kv,
             num_next_tokens=next_tokens,
             kv_survives_drafting=keeps_kv and drafter.kv_survives_drafting,
@@ -210,16 +189,6 @@ class EngineConfig(Frozen):
         return bool(self.speculative and self.speculative.speculator.num_draft_kv_layers)
 
     @property
-    def draft_kv_depends_on_next_token(self) -> bool:
-        """Whether draft KV at p is unknown until token p+1 is confirmed."""
-        return bool(self.speculative and self.speculative.speculator.needs_eagle_block_drop)
-
-    @property
-    def uses_target_hidden_states(self) -> bool:
-        """Whether the drafter reads the target's hidden states."""
-        return bool(self.speculative and self.speculative.speculator.uses_target_hidden_states)
-
-    @property
     def uses_aux_hidden_states(self) -> bool:
         """Whether it reads intermediate layers, not only the last state."""
         return bool(self.speculative and self.speculative.speculator.taps_aux_layers)
@@ -234,6 +203,20 @@ class EngineConfig(Frozen):
             return ids
         layers = self.model.num_hidden_layers
         return tuple(sorted({min(2, layers), layers // 2, max(0, layers - 3)}))
+
+    @property
+    def acceptance_implementation(self) -> str:
+        """``module:name`` of the acceptance rule, imported by the engine.
+
+        Exact match without speculation: a request without drafts takes the target's own sample.
+        """
+        spec = self.speculative
+        return spec.acceptance_implementation if spec else EXACT_MATCH.implementation
+
+    @property
+    def acceptance_options(self) -> dict[str, Any]:
+        """Keyword arguments of the acceptance rule."""
+        return self.speculative.resolved_acceptance_options if self.speculative else {}
 
     @property
     def is_lossless(self) -> bool:
@@ -257,20 +240,6 @@ class EngineConfig(Frozen):
 
     # Identity ----------------------------------------------------------------------------------
 
-    def with_device(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
-        """Copy with the device settled and 'auto' dtypes made concrete (float32 on a CPU)."""
-
-        def settle(model: ModelConfig) -> ModelConfig:
-            return model.model_copy(update={"dtype": resolve_dtype(model, device)})
-
-        spec = self.speculative
-        if spec is not None and spec.draft_model_config is not None:
-            spec = spec.model_copy(update={"draft_model_config": settle(spec.draft_model_config)})
-        runtime = self.runtime.model_copy(update={"device": device})
-        return self.model_copy(
-            update={"model": settle(self.model), "runtime": runtime, "speculative": spec}
-        )
-
     def compute_hash(self) -> str:
         """SHA-256 of the plan, for comparing processes; explanations are left out."""
         plan = self._plan(exclude={"decisions", "warnings"})
@@ -288,13 +257,3 @@ class EngineConfig(Frozen):
     def from_json(cls, text: str) -> EngineConfig:
         """Inverse of ``to_json``."""
         return cls.model_validate(json.loads(text))
-
-
-def resolve_dtype(model: ModelConfig, device: str) -> DType:
-    """'auto' is the checkpoint's dtype on a GPU, float32 on a CPU (exact and often faster)."""
-    if model.dtype != "auto":
-        return model.dtype
-    if device == "cpu":
-        return "float32"
-    stored = model.checkpoint_dtype
-    return "bfloat16" if stored == "bfloat16" else "float16" if stored == "float16" else "float32"

@@ -76,9 +76,15 @@ class EngineArgs(BaseModel):
     )
     enable_prefix_caching: bool = Field(default=True, description="Reuse KV of equal prefixes.")
     enable_chunked_prefill: bool = Field(default=True, description="Split long prompts over steps.")
-    seed: int = Field(default=0, ge=0, description="Base seed of the sampling noise.")
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        description="Seed of requests that bring none: request number n of a replica draws from "
+        "(seed, n). None = fresh seeds.",
+    )
     hf_overrides: dict[str, Any] | Callable[[dict[str, Any]], Any] | None = Field(
-        default=None, description="Patch of the target's config (dict), or a function of it."
+        default=None,
+        description="Nested patch of the target's config, or a function of it.",
     )
     trust_remote_code: bool = Field(default=False, description="Must be false.")
     served_model_name: str | None = Field(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from specconfig.options import (
     SpeculativeOptions,
     normalise_keys,
 )
+from specconfig.readers import check_supported
 from specconfig.serve_keys import BUILDER, Finding, check_serve_keys
 from specconfig.yaml_lines import DuplicateKey, Lines, Path, line_of, parse
 
@@ -50,7 +50,7 @@ class AppExplanation(Frozen):
     serving: dict[str, Any] = Field(description="Settings outside the engine.")
     memory: KvPlan
     capabilities: dict[str, Any]
-    cannot_start: str | None = Field(
+    cannot_start: Problem | None = Field(
         default=None, description="Why this installation refuses the file at start."
     )
 
@@ -65,8 +65,13 @@ class Explanation(Frozen):
 
     @property
     def ok(self) -> bool:
-        """Whether the file can be served."""
+        """Whether the file is valid; see ``can_start`` too."""
         return not self.problems
+
+    @property
+    def can_start(self) -> bool:
+        """Whether this installation serves it."""
+        return self.ok and all(app.cannot_start is None for app in self.apps)
 
     def render(self) -> str:
         """Text for a terminal."""
@@ -219,25 +224,17 @@ def _explain_app(
         serving=serving,
         memory=kv_plan(config),
         capabilities=capability_row(config),
-        cannot_start=_missing_drafter(config),
+        cannot_start=_refusal(config, lines, base),
     )
 
 
-def _missing_drafter(config: EngineConfig) -> str | None:
-    """A method may be known here while its drafter is not installed, or not written yet."""
-    if config.speculative is None or config.drafter_implementation is None:
-        return None
-    module = config.drafter_implementation.partition(":")[0]
+def _refusal(config: EngineConfig, lines: Lines, base: Path) -> Problem | None:
+    """Why the server would refuse this plan, although it is valid."""
     try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        found = False
-    if found:
-        return None
-    return (
-        f"method {config.speculative.method!r} needs the drafter {module}, which this "
-        "installation does not contain; the server refuses to start with it"
-    )
+        check_supported(config)
+    except ConfigError as error:
+        return _problem(line_of(lines, base, error.field), error.field, error)
+    return None
 
 
 def _values(
@@ -272,35 +269,22 @@ def _values(
     return rows + list(decided.values())
 
 
+READ = (
+    "num_speculative_tokens", "num_lookahead_tokens", "max_model_len", "draft_max_model_len",
+    "drafter_host", "drafter_implementation", "draft_placement", "acceptance_implementation",
+    "acceptance_options", "is_lossless",
+)  # fmt: skip
+"""Properties of ``EngineConfig`` that code outside the configuration reads."""
+
+
 def capability_row(config: EngineConfig) -> dict[str, Any]:
-    """What the engine's parts will read, by property name."""
-    spec = config.speculative
-    row: dict[str, Any] = {
-        name: getattr(config, name)
-        for name in (
-            "num_speculative_tokens", "num_lookahead_tokens", "num_prefill_lookahead_tokens",
-            "num_hash_lookahead_tokens", "max_num_new_slots_for_drafting",
-            "uniform_decode_query_len", "use_block_drop", "max_model_len", "draft_max_model_len",
-            "max_num_active_seqs", "drafter_host", "drafter_implementation", "draft_placement",
-            "draft_has_own_kv", "draft_kv_depends_on_next_token", "uses_target_hidden_states",
-            "uses_aux_hidden_states", "is_lossless",
-        )
-    }  # fmt: skip
-    row["decode_query_lens"] = list(config.decode_query_lens)
-    ids = config.aux_hidden_state_layer_ids
-    row["aux_hidden_state_layer_ids"] = None if ids is None else list(ids)
-    if spec is not None:
-        speculator = spec.speculator
-        row["variant"] = speculator.variant
-        row["config_class"] = spec.config_class
-        for name in (
-            "draft_has_own_vocab", "produces_draft_probabilities", "supports_watermarking",
-            "supports_pcp", "uses_separate_workspace_lane", "prefer_dense_token_history",
-            "proposes_draft_tokens",
-        ):  # fmt: skip
-            row[name] = getattr(speculator, name)
-        row["draft_shares_target_positions"] = spec.draft_shares_target_positions
-        row["graph_hash"] = spec.compute_hash()
+    """What the engine's parts read, by property name."""
+    row = {name: getattr(config, name) for name in READ}
+    # As lists, so that the JSON form reads back equal.
+    row["acceptance_options"] = json.loads(json.dumps(config.acceptance_options))
+    law = config.draft_law
+    if law is not None:
+        row |= {f"draft_law.{name}": value for name, value in law.model_dump().items()}
     return row
 
 
@@ -308,7 +292,7 @@ _USAGE = """usage: paceline explain FILE [--json]
        paceline explain --schema
 
 FILE is a YAML of engine args, or a `serve run` file with deploy.app:build applications.
-Exit code 0: the file is valid; 1: it is not; 2: wrong usage.
+Exit code 0: the file can be served; 1: it is not valid, or this version refuses it; 2: wrong usage.
 """
 
 
@@ -331,4 +315,4 @@ def main(argv: Sequence[str], facts: FactsSource | None = None) -> int:
     text = explanation.to_json() if flags else explanation.render()
     # Problems go to the same stream as explanations: with --json it is one document either way.
     sys.stdout.write(text.rstrip("\n") + "\n")
-    return 0 if explanation.ok else 1
+    return 0 if explanation.can_start else 1

@@ -11,7 +11,7 @@ from specconfig.engine import EngineConfig
 from specconfig.model import ParallelConfig
 
 if TYPE_CHECKING:
-    from specconfig.explain import AppExplanation, Explanation
+    from specconfig.explain import AppExplanation, Explanation, Problem
 
 _PATH_FIELDS = (
     "model", "speculative_config.method", "speculative_config.model",
@@ -29,12 +29,10 @@ def render(explanation: Explanation) -> str:
     """Problems when there are any, else one section per application."""
     lines: list[str] = []
     for problem in sorted(explanation.problems, key=lambda item: item.line):
-        lines.append(f"{explanation.path}:{problem.line}: {problem.message}")
-        lines.append(f"    field: {problem.field}    value: {problem.value}")
-        if problem.fix:
-            lines.append(f"    fix:   {problem.fix}")
+        lines += _problem(explanation.path, problem)
     for app in explanation.apps:
-        lines += ["", *_app(app)] if lines else _app(app)
+        text = _app(app, explanation.path)
+        lines += ["", *text] if lines else text
     for name in explanation.skipped:
         lines.append(f"skipped: {name} is not built by deploy.app:build")
     return "\n".join(lines) + "\n"
@@ -55,7 +53,7 @@ def _table(rows: Iterable[tuple[str, ...]], indent: str = "  ") -> list[str]:
     ]
 
 
-def _app(app: AppExplanation) -> list[str]:
+def _app(app: AppExplanation, path: str) -> list[str]:
     config = app.config
     lines = [f"{app.name}: {_headline(config)}", ""]
     lines += ["How it was decided", *_table(_steps(app)), ""]
@@ -67,8 +65,16 @@ def _app(app: AppExplanation) -> list[str]:
     if config.warnings:
         lines += ["", "Warnings", *(f"  - {warning}" for warning in config.warnings)]
     if app.cannot_start:
-        lines += ["", "Cannot start here", f"  - {app.cannot_start}"]
+        lines += ["", "This version refuses to start it", *_problem(path, app.cannot_start)]
     return lines
+
+
+def _problem(path: str, problem: Problem) -> list[str]:
+    lines = [
+        f"{path}:{problem.line}: {problem.message}",
+        f"    field: {problem.field}    value: {problem.value}",
+    ]
+    return [*lines, f"    fix:   {problem.fix}"] if problem.fix else lines
 
 
 def _headline(config: EngineConfig) -> str:

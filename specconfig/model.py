@@ -51,7 +51,6 @@ class ModelConfig(Frozen):
     quantization: str | None = Field(default=None, description="Weight quantisation scheme.")
     max_model_len: int = Field(ge=1, description="Longest sequence, in tokens.")
     derived_max_model_len: int = Field(ge=1, description="Limit the checkpoint declares, tokens.")
-    seed: int = Field(default=0, description="Base seed of the counter-based noise.")
     vocab_size: int = Field(ge=1, description="Rows of the embedding, padding rows included.")
     hidden_size: int = Field(ge=1, description="Width of the residual stream.")
     num_hidden_layers: int = Field(ge=0, description="Decoder layers.")
@@ -66,7 +65,7 @@ class ModelConfig(Frozen):
     sliding_window: int | None = Field(default=None, description="Window in tokens, if used.")
     layer_types: tuple[str, ...] = Field(default=(), description="Per-layer attention kind.")
     hf_overrides: dict[str, Any] | None = Field(
-        default=None, description="Overrides as given; {'callable': name} for a function."
+        default=None, description="Nested difference to the checkpoint's config, for the loader."
     )
     hf_config: dict[str, Any] = Field(description="Checkpoint config after overrides.")
 
@@ -150,12 +149,15 @@ class ParallelConfig(Frozen):
 
 
 class RuntimeConfig(Frozen):
-    """Choices that change how fast or where, never what is computed."""
+    """Choices about running that no model depends on."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(description="'auto' is settled at launch.")
     batch_invariant: bool = Field(description="Bitwise equal output for any batching or K.")
     compile_layers: Literal["auto", "on", "off"] = Field(description="Compile decoder layers.")
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads per rank.")
+    seed: int | None = Field(
+        ge=0, description="Seed of requests that bring none; None = a fresh one for each."
+    )
     target_gpu_fraction: float = Field(gt=0, le=1, description="GPU share of a target rank.")
     draft_gpu_fraction: float = Field(ge=0, lt=1, description="GPU share of a draft rank.")
     max_logprobs: int = Field(ge=0, description="Largest top-n logprobs a request may ask.")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from specconfig.errors import ConfigError, FormatError
 from specconfig.facts import GENERATION_KEY, text_section
 from specconfig.model import DType, ModelConfig
+
+HfTransform = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""A function from config to config."""
 
 _LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length",
@@ -147,6 +152,55 @@ def merge_overrides(hf: dict[str, Any], overrides: Mapping[str, Any]) -> None:
             merge_overrides(hf[key], value)
         else:
             hf[key] = value
+
+
+def apply_transform(hf: dict[str, Any], transform: HfTransform) -> dict[str, Any]:
+    """Let ``transform`` rewrite a config in place, and return what it changed as nested overrides.
+
+    The function itself cannot travel to the processes that load the weights; its effect can.
+
+    Raises:
+        ConfigError: it removed keys, or put in something that is not JSON.
+    """
+    generation = hf.pop(GENERATION_KEY, None)
+    after = dict(transform(copy.deepcopy(hf)))
+    overrides, removed = _difference(hf, after, "")
+    if removed:
+        raise ConfigError(
+            "hf_overrides",
+            removed,
+            "a function that keeps every key",
+            "set a key to None where it shall not apply",
+            message=f"hf_overrides removes {removed} from the config",
+        )
+    try:
+        json.dumps(overrides)
+    except TypeError as error:
+        raise ConfigError(
+            "hf_overrides", overrides, "JSON values in the new config", str(error)
+        ) from error
+    merge_overrides(hf, copy.deepcopy(overrides))
+    if generation is not None:
+        hf[GENERATION_KEY] = generation
+    return overrides
+
+
+def _difference(
+    before: Mapping[str, Any], after: Mapping[str, Any], path: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Nested changes from ``before`` to ``after``, and the dotted keys that are gone."""
+    changed: dict[str, Any] = {}
+    removed = [path + key for key in before if key not in after]
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            inner, gone = _difference(old, value, f"{path}{key}.")
+            removed += gone
+            if inner:
+                changed[key] = inner
+        elif key not in before or old != value:
+            changed[key] = copy.deepcopy(value)
+    return changed, removed
 
 
 def model_config(

@@ -133,8 +133,13 @@ class SpeculativeFields(BaseModel):
     disable_lookahead_block_hashes: bool = Field(
         default=False, description="Drop the tail block instead of hashing past it."
     )
-    rejection_sample_method: Literal["standard", "synthetic", "block", "fly"] = Field(
-        default="standard", description="Acceptance rule; synthetic and fly are lossy."
+    rejection_sample_method: str = Field(
+        default="standard",
+        description="Acceptance rule: standard, block, synthetic or fly (both lossy), a registered "
+        "name, or 'package.module:Name'.",
+    )
+    acceptance_options: dict[str, Any] | None = Field(
+        default=None, description="Keyword options of an acceptance rule that is not built in."
     )
     synthetic_acceptance_rates: tuple[float, ...] | None = Field(
         default=None, description="P(first i+1 drafts accepted), length K, non-increasing."

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specconfig.acceptance import EXACT_MATCH, AcceptanceMethod
 from specconfig.decisions import DecisionLog
 from specconfig.errors import ConfigError
 from specconfig.facts import FactsSource
 from specconfig.model import ModelConfig, ParallelConfig
+from specconfig.model_facts import HfTransform
 from specconfig.options import SpeculativeFields, SpeculativeOptions
-
-HfTransform = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 @dataclass
@@ -32,12 +31,14 @@ class Resolution:
     values: dict[str, Any] = field(default_factory=dict)
     custom_method: str | None = None
     draft_hf: dict[str, Any] | None = None
+    draft_overrides: dict[str, Any] | None = None
     draft: ModelConfig | None = None
     draft_parallel: ParallelConfig | None = None
     draft_shares_target_positions: bool = False
     mask_token_id: int | None = None
     aux_layer_ids: tuple[int, ...] | None = None
     shared_vocab_size: int | None = None
+    acceptance: AcceptanceMethod = EXACT_MATCH
 
     def __post_init__(self) -> None:
         names = SpeculativeFields.model_fields

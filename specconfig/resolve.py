@@ -20,8 +20,7 @@ from specconfig.model import (
     RuntimeConfig,
     SchedulerConfig,
 )
-from specconfig.model_facts import merge_overrides, model_config
-from specconfig.resolution import HfTransform
+from specconfig.model_facts import HfTransform, apply_transform, merge_overrides, model_config
 from specconfig.speculative import SpeculativeConfig
 
 
@@ -74,6 +73,7 @@ def resolve_engine(args: EngineArgs, facts: FactsSource | None = None) -> Engine
             batch_invariant=args.batch_invariant,
             compile_layers=args.compile_layers,
             num_threads=args.num_threads,
+            seed=args.seed,
             target_gpu_fraction=args.target_gpu_fraction,
             draft_gpu_fraction=args.draft_gpu_fraction,
             max_logprobs=args.max_logprobs,
@@ -118,8 +118,7 @@ def _target(
     elif args.hf_overrides is not None:
         transform: HfTransform = args.hf_overrides
         name = getattr(transform, "__qualname__", repr(transform))
-        overrides = {"callable": name}
-        hf = dict(transform(hf))
+        overrides = apply_transform(hf, transform)
         log.note("model.hf_config", name, "given", "rewritten by hf_overrides")
     target = model_config(
         hf,
@@ -129,7 +128,6 @@ def _target(
         or (revision if args.tokenizer is None else None),
         revision=revision,
         dtype=_dtype(args),
-        seed=args.seed,
         field="model",
         max_model_len=args.max_model_len,
         hf_overrides=overrides,

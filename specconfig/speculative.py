@@ -7,13 +7,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from specconfig.acceptance import BUILTIN, EXACT_MATCH, is_custom
 from specconfig.decisions import DecisionLog
 from specconfig.errors import ConfigError
 from specconfig.facts import FactsSource
 from specconfig.model import ModelConfig, ParallelConfig
+from specconfig.model_facts import HfTransform
 from specconfig.options import SpeculativeFields, SpeculativeOptions, parse_options
 from specconfig.registry import load_class, qualified_name
-from specconfig.resolution import HfTransform, Resolution
+from specconfig.resolution import Resolution
 from specconfig.speculators.base import SpeculatorConfig
 
 
@@ -56,6 +58,12 @@ class SpeculativeConfig(SpeculativeFields):
     shared_vocab_size: int | None = Field(
         default=None, description="Drafts at or above this id can never be accepted."
     )
+    acceptance_implementation: str = Field(
+        default=EXACT_MATCH.implementation, description="`module:name` of the acceptance rule."
+    )
+    acceptance_is_lossless: bool = Field(
+        default=True, description="Whether that rule keeps the target's distribution."
+    )
     requested: dict[str, Any] = Field(
         default_factory=dict, description="The user's options; resolving them again gives this."
     )
@@ -66,43 +74,22 @@ class SpeculativeConfig(SpeculativeFields):
         return load_class(self.config_class)(self)
 
     @property
-    def is_lossless(self) -> bool:
-        """Whether the output distribution is exactly the target's."""
-        return self.rejection_sample_method in ("standard", "block")
+    def resolved_acceptance_options(self) -> dict[str, Any]:
+        """Keyword arguments of the acceptance rule, by its own names."""
+        if is_custom(self.rejection_sample_method):
+            return dict(self.acceptance_options or {})
+        fields = BUILTIN[self.rejection_sample_method].options
+        return {keyword: getattr(self, name) for keyword, name in fields.items()}
 
     @property
-    def uses_dynamic_tokens(self) -> bool:
-        """Whether K varies with the batch."""
-        return self.num_speculative_tokens_per_batch_size is not None
+    def is_lossless(self) -> bool:
+        """Whether the output distribution is exactly the target's."""
+        return self.acceptance_is_lossless
 
     @property
     def use_eagle_block_drop(self) -> bool:
         """Whether the tail block of a prefix hit needs care at all."""
         return self.speculator.needs_eagle_block_drop and not self.disable_eagle_block_drop
-
-    @property
-    def num_lookahead_tokens(self) -> int:
-        """See ``SpeculatorConfig.num_lookahead_tokens``."""
-        return self.speculator.num_lookahead_tokens
-
-    @property
-    def uniform_decode_query_len(self) -> int:
-        """Target rows of a decoding request: its newest token and K drafts."""
-        return 1 + self.num_speculative_tokens
-
-    def conditional_acceptance_rates(self) -> tuple[float, ...] | None:
-        """Synthetic rates as P(accept i | all before accepted); None for other methods."""
-        if self.synthetic_acceptance_rates is None:
-            return None
-        from specconfig.synthetic import conditional_rates
-
-        return conditional_rates(self.synthetic_acceptance_rates)
-
-    def compute_hash(self) -> str:
-        """Hex digest of what shapes the computation graph; see ``specconfig.hashing``."""
-        from specconfig.hashing import graph_hash
-
-        return graph_hash(self)
 
     @classmethod
     def resolve(
@@ -173,6 +160,8 @@ def _resolve(res: Resolution) -> SpeculativeConfig:
         mask_token_id=res.mask_token_id,
         aux_hidden_state_layer_ids=res.aux_layer_ids,
         shared_vocab_size=res.shared_vocab_size,
+        acceptance_implementation=res.acceptance.implementation,
+        acceptance_is_lossless=res.acceptance.is_lossless,
         requested=_requested(res.options),
     )
     check_resolved(res, cls, spec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 
 def rates_from_length(length: float, num_tokens: int) -> tuple[float, ...]:
@@ -16,13 +15,3 @@ def rates_from_length(length: float, num_tokens: int) -> tuple[float, ...]:
     certain = math.floor(mean_accepted)
     rates = [1.0] * certain + [mean_accepted - certain] + [0.0] * num_tokens
     return tuple(rates[:num_tokens])
-
-
-def conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """P(draft i accepted | all before it were); 0 once nothing can be accepted."""
-    conditional = []
-    previous = 1.0
-    for rate in rates:
-        conditional.append(rate / previous if previous > 0 else 0.0)
-        previous = rate
-    return tuple(conditional)

@@ -6,7 +6,6 @@ The verifier's process needs nothing heavier, and its start is part of every sta
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any
 from actors.errors import LoadError
 from actors.kvcache.sizing import KVLayers, KVSizing, size_kv_cache
 from actors.steps.protocols import LookupDrafter
+from specconfig import readers
 from specconfig.engine import EngineConfig
+from specconfig.errors import ConfigError
 from specconfig.model import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -25,27 +26,10 @@ _CPU_KV_SHARE = 0.4
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def require_drafter(config: EngineConfig) -> tuple[str, str]:
-    """Module and class of the drafter that the method resolves to, checked to be installed."""
-    qualified = config.drafter_implementation
-    assert qualified is not None and config.speculative is not None
-    module, _, name = qualified.partition(":")
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise LoadError(
-            f"speculative_config.method={config.speculative.method!r} resolves to the drafter "
-            f"{qualified}, which this installation does not contain; installed drafters are under "
-            "actors.draft.drafters"
-        )
-    return module, name
-
-
 def import_drafter(config: EngineConfig) -> Any:
-    """The drafter's class."""
-    module, name = require_drafter(config)
+    """The class of the drafter that the method resolves to."""
+    assert config.drafter_implementation is not None
+    module, _, name = config.drafter_implementation.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -58,10 +42,15 @@ def build_lookup_drafter(config: EngineConfig) -> LookupDrafter | None:
 
 
 def check_supported(config: EngineConfig) -> None:
-    """Refuse, before anything is loaded, what this engine does not run."""
-    if config.drafter_host is None:
-        return
-    require_drafter(config)
+    """Refuse, before anything is loaded, what this engine does not run.
+
+    Raises:
+        LoadError: with the field, its value and what to change.
+    """
+    try:
+        readers.check_supported(config)
+    except ConfigError as error:
+        raise LoadError(str(error)) from error
     if config.drafter_host == "target":
         raise LoadError("drafters that run inside the target are not part of this version")
 

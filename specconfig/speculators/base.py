@@ -46,8 +46,6 @@ class SpeculatorConfig:
     uses_target_hidden_states: ClassVar[bool] = False
     uses_aux_hidden_states: ClassVar[bool] = False
     """Needs intermediate layers of the target, not only the last hidden state."""
-    uses_separate_workspace_lane: ClassVar[bool] = False
-    prefer_dense_token_history: ClassVar[bool] = False
     proposes_draft_tokens: ClassVar[bool] = True
     produces_draft_probabilities: ClassVar[bool] = False
     """Can keep q for ratio-test verification (`draft_sample_method: probabilistic`)."""
@@ -55,8 +53,6 @@ class SpeculatorConfig:
     supports_adaptive_verification: ClassVar[bool] = False
     adaptive_verification_uses_draft_logits: ClassVar[bool] = True
     draft_has_own_vocab: ClassVar[bool] = False
-    supports_watermarking: ClassVar[bool] = False
-    supports_pcp: ClassVar[bool] = False
     kv_survives_drafting: ClassVar[bool] = False
     """Draft KV written while drafting is right wherever its drafts are accepted."""
     needs_eagle_block_drop: ClassVar[bool] = False
@@ -146,8 +142,3 @@ class SpeculatorConfig:
     def taps_aux_layers(self) -> bool:
         """Whether this checkpoint really reads intermediate layers."""
         return self.uses_aux_hidden_states
-
-    @property
-    def hash_factors(self) -> dict[str, Any]:
-        """Further named values that change the computation graph."""
-        return {}

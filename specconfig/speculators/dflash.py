@@ -38,7 +38,6 @@ class DFlashSpeculatorConfig(CheckpointSpeculatorConfig):
     host = "target"
     uses_target_hidden_states: ClassVar[bool] = True
     uses_aux_hidden_states: ClassVar[bool] = True
-    supports_watermarking: ClassVar[bool] = True
     supports_parallel_drafting: ClassVar[bool] = True
 
     @classmethod
@@ -106,7 +105,6 @@ class DFlash2SpeculatorConfig(DFlashSpeculatorConfig):
 
     variant = "dflash2"
     implementation = "actors.draft.drafters.dflash:DFlash2Drafter"
-    supports_watermarking: ClassVar[bool] = False
 
 
 class LiLiCorrSpeculatorConfig(DFlashSpeculatorConfig):
@@ -114,7 +112,6 @@ class LiLiCorrSpeculatorConfig(DFlashSpeculatorConfig):
 
     variant = "lilicorr"
     implementation = "actors.draft.drafters.dflash:LiLiCorrDrafter"
-    supports_watermarking: ClassVar[bool] = False
 
 
 class XPressSpeculatorConfig(DFlashSpeculatorConfig):

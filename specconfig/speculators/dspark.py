@@ -36,9 +36,7 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
     variant = "dspark"
     implementation = "actors.draft.drafters.dspark:DSparkDrafter"
     supported_options = frozenset({"dspark_draft_topk"})
-    uses_separate_workspace_lane: ClassVar[bool] = True
     adaptive_verification_uses_draft_logits: ClassVar[bool] = False
-    supports_pcp: ClassVar[bool] = True
     tokens_repeat_modules: ClassVar[bool] = False
 
     @classmethod
@@ -137,8 +135,3 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
     def num_lookahead_tokens(self) -> int:
         """K when the anchor predicts, K + 1 when every draft is filled in behind it."""
         return self.spec.num_speculative_tokens + (0 if self.samples_from_anchor else 1)
-
-    @property
-    def hash_factors(self) -> dict[str, Any]:
-        """Adaptive verification adds the confidence head to the graph."""
-        return {"enable_adaptive_verification": self.spec.enable_adaptive_verification}

@@ -52,7 +52,6 @@ class EagleSpeculatorConfig(CheckpointSpeculatorConfig):
     host = "target"
     supported_options = frozenset({"draft_lm_head_quantization"})
     uses_target_hidden_states: ClassVar[bool] = True
-    supports_watermarking: ClassVar[bool] = True
     needs_eagle_block_drop: ClassVar[bool] = True
 
     @classmethod
@@ -150,7 +149,6 @@ class PEagleSpeculatorConfig(Eagle3SpeculatorConfig):
 
     variant = "peagle"
     implementation = "actors.draft.drafters.peagle:PEagleDrafter"
-    supports_watermarking: ClassVar[bool] = False
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from specconfig.errors import ConfigError
 from specconfig.facts import text_section
@@ -24,7 +24,6 @@ class MTPSpeculatorConfig(EagleSpeculatorConfig):
     variant = "mtp"
     implementation = "actors.draft.drafters.mtp:MtpDrafter"
     supported_options = frozenset({"draft_lm_head_quantization", "index_share_for_mtp_iteration"})
-    supports_pcp: ClassVar[bool] = True
 
     @classmethod
     def matches(cls, path: str, hf: Mapping[str, Any]) -> bool:
@@ -91,20 +90,12 @@ class MTPSpeculatorConfig(EagleSpeculatorConfig):
             return 1
         return max(1, int(hf.get("n_predict") or 1))
 
-    @property
-    def hash_factors(self) -> dict[str, Any]:
-        """Sharing sparse indices changes the drafter's graph."""
-        draft = self.spec.draft_model_config
-        shared = draft.hf_config.get("index_share_for_mtp_iteration", False) if draft else False
-        return {"index_share_for_mtp_iteration": bool(shared)}
-
 
 class MultiModuleMTPSpeculatorConfig(MTPSpeculatorConfig):
     """Several modules, each one token further than the one before."""
 
     variant = "mtp multi-module"
     implementation = "actors.draft.drafters.mtp:MultiModuleMtpDrafter"
-    supports_pcp: ClassVar[bool] = False
 
     @property
     def num_prefill_lookahead_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from specconfig.errors import ConfigError
 from specconfig.speculators.base import SpeculatorConfig
@@ -21,7 +21,6 @@ class NgramSpeculatorConfig(SpeculatorConfig):
     implementation = "actors.draft.drafters.ngram:NgramDrafter"
     host = "verifier"
     own_options = frozenset({"prompt_lookup_max", "prompt_lookup_min"})
-    prefer_dense_token_history: ClassVar[bool] = True
 
     @classmethod
     def configure(cls, res: Resolution) -> None:

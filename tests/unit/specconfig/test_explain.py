@@ -77,7 +77,10 @@ def test_shipped_config_is_valid(path: Path) -> None:
     explanation = explain_file(path, hub)
     assert explanation.ok, explanation.render()
     [app] = explanation.apps
-    assert path.read_text(encoding="utf-8").startswith("# "), "explain what the file is for"
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# "), "explain what the file is for"
+    assert ("# Planned: " in text) is (app.cannot_start is not None)
+    assert explanation.can_start is (app.cannot_start is None)
     assert ("LOSSY" in explanation.render()) is not app.config.is_lossless
 
 
@@ -203,6 +206,19 @@ def test_flat_file_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([str(bad)], facts) == 1
     assert "without a speculative model" in capsys.readouterr().out
     assert main([], facts) == 2 and main(["--help"], facts) == 0
+
+
+def test_what_this_version_refuses_fails_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(
+        tmp_path,
+        "model: meta/target\nspeculative_config:\n  method: ngram\n  num_speculative_tokens: 3\n"
+        "  enable_adaptive_verification: false\n  code_revision: abc\n",
+    )
+    assert main([str(path)], facts) == 1
+    text = capsys.readouterr().out
+    assert f"{path}:6: speculative_config.code_revision='abc'" in text and "remove it" in text
 
 
 def test_kv_arithmetic(tmp_path: Path) -> None:

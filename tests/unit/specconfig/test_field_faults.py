@@ -137,7 +137,7 @@ def test_CONF_12_defaults_are_a_snapshot() -> None:
         "dtype": "auto", "device": "auto", "tensor_parallel_size": 1, "data_parallel_size": 1,
         "pipeline_parallel_size": 1, "enable_expert_parallel": False, "max_num_seqs": 32,
         "max_num_batched_tokens": 512, "block_size": 16, "gpu_memory_utilization": 0.9,
-        "enable_prefix_caching": True, "enable_chunked_prefill": True, "seed": 0,
+        "enable_prefix_caching": True, "enable_chunked_prefill": True,
         "trust_remote_code": False, "max_num_queued_requests": 256, "max_logprobs": 20,
         "placement": "auto", "strict_pack": False, "batch_invariant": True,
         "compile_layers": "auto",

@@ -27,23 +27,21 @@ ROOT = Path(__file__).parents[3]
 
 def test_plain_decoding_forwards_nothing() -> None:
     config = engine(None)
-    zero = ("num_speculative_tokens", "num_lookahead_tokens", "num_prefill_lookahead_tokens",
-            "num_hash_lookahead_tokens", "max_num_new_slots_for_drafting",
-            "draft_kv_bytes_per_token")  # fmt: skip
+    zero = ("num_speculative_tokens", "num_lookahead_tokens", "num_hash_lookahead_tokens",
+            "max_num_new_slots_for_drafting", "draft_kv_bytes_per_token")  # fmt: skip
     assert [getattr(config, name) for name in zero] == [0] * len(zero)
     none = ("drafter_host", "drafter_implementation", "draft_placement", "draft_model",
             "draft_parallel", "max_num_draft_seqs", "aux_hidden_state_layer_ids",
             "draft_max_model_len")  # fmt: skip
     assert [getattr(config, name) for name in none] == [None] * len(none)
-    assert config.uniform_decode_query_len == 1 and config.is_lossless
-    assert not (config.use_block_drop or config.uses_target_hidden_states)
+    assert config.is_lossless and config.draft_law is None and not config.use_block_drop
     assert (config.max_model_len, config.max_num_active_seqs) == (8192, 32)
 
 
 def test_model_facts() -> None:
-    model = engine(None, seed=3).model
+    model = engine(None).model
     assert (model.vocab_size, model.hidden_size, model.head_dim) == (32000, 4096, 128)
-    assert (model.eos_token_ids, model.bos_token_id, model.seed) == ((2,), 1, 3)
+    assert (model.eos_token_ids, model.bos_token_id) == ((2,), 1)
     assert (model.dtype, model.checkpoint_dtype) == ("auto", "bfloat16")
     assert model.derived_max_model_len == 8192
 
@@ -131,16 +129,34 @@ def test_overrides_merge_and_are_recorded() -> None:
     assert config.model.hf_overrides == {"rope_scaling": {"factor": 4.0}}
 
 
-def test_with_device() -> None:
-    config = engine({"model": "meta/tiny", "K": 3})
-    cpu, cuda = config.with_device("cpu"), config.with_device("cuda")
-    assert cpu.draft_model is not None and cuda.draft_model is not None
-    assert (cpu.model.dtype, cpu.draft_model.dtype) == ("float32", "float32")
-    assert (cuda.model.dtype, cuda.draft_model.dtype) == ("bfloat16", "bfloat16")
-    assert (config.model.dtype, config.runtime.device) == ("auto", "auto")
-    assert cpu.target_kv_bytes_per_token == 2 * cuda.target_kv_bytes_per_token
-    assert engine(None, device="cpu").model.dtype == "float32"
-    assert engine(None, device="cpu", dtype="bfloat16").model.dtype == "bfloat16"
+def test_a_function_becomes_the_nested_difference_it_made() -> None:
+    def stretch(hf: dict[str, Any]) -> dict[str, Any]:
+        hf["rope_scaling"]["factor"] = 4.0
+        return {**hf, "num_hidden_layers": 1, "new": {"a": 1}}
+
+    config = engine({"model": "meta/tiny", "K": 3}, hf_overrides=stretch)
+    overrides = {"rope_scaling": {"factor": 4.0}, "num_hidden_layers": 1, "new": {"a": 1}}
+    for model in (config.model, config.draft_model):
+        assert model is not None
+        assert model.hf_overrides == overrides and model.num_hidden_layers == 1
+        assert model.hf_config["rope_scaling"] == {"rope_type": "llama3", "factor": 4.0}
+    assert "rope_scaling" in llama() and llama()["rope_scaling"]["factor"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("change", "gist"),
+    [
+        (lambda hf: {**hf, "rope_scaling": {"factor": 1.0}}, r"removes \['rope_scaling.rope_type'"),
+        (lambda hf: {**hf, "new": {1, 2}}, "JSON values"),
+    ],
+)
+def test_a_function_that_cannot_travel_is_refused(change: Any, gist: str) -> None:
+    with pytest.raises(ConfigError, match=gist):
+        engine(None, hf_overrides=change)
+
+
+def test_seed_is_carried_to_the_engine() -> None:
+    assert (engine(None).runtime.seed, engine(None, seed=7).runtime.seed) == (None, 7)
 
 
 def test_digest_ignores_explanations_only() -> None:

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specconfig.dynamic_k import dense_lookup, parse_table, tokens_for_batch
+from specconfig.dynamic_k import parse_table, tokens_for_batch
 from specconfig.engine import EngineConfig
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
@@ -76,7 +76,7 @@ def test_resolving_is_pure_and_idempotent(config: dict[str, Any]) -> None:
     assert attempt(config) == first
     if isinstance(first, SpeculativeConfig):
         again = SpeculativeConfig.resolve(first, target=MODEL, facts=facts)
-        assert again == first and again.compute_hash() == first.compute_hash()
+        assert again == first
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,7 +104,7 @@ def test_the_plan_survives_json_and_pickle(config: dict[str, Any], tokens: int, 
     assert again == plan == pickle.loads(pickle.dumps(plan))
     assert again.to_json() == plan.to_json()
     assert again.compute_hash() == plan.compute_hash()
-    assert again.num_lookahead_tokens == plan.num_lookahead_tokens
+    assert again.draft_law == plan.draft_law
 
 
 @settings(max_examples=30, deadline=None)
@@ -125,8 +125,8 @@ def test_explanations_round_trip(config: dict[str, Any]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(tables(), st.integers(1, 6), st.integers(1, 100))
-def test_dense_and_direct_lookup_agree(rows: list[list[int]], k: int, batch: int) -> None:
-    table = parse_table(rows)
-    dense = dense_lookup(table, batch, k)
-    assert dense[1:] == [tokens_for_batch(table, size, k) for size in range(1, batch + 1)]
-    assert all(0 <= tokens <= k for tokens in dense)
+def test_K_of_a_batch_is_the_tier_that_began_last(
+    rows: list[list[int]], k: int, batch: int
+) -> None:
+    begun = [tier for first, _, tier in sorted(rows) if first <= batch]
+    assert tokens_for_batch(parse_table(rows), batch, k) == min(begun[-1], k)

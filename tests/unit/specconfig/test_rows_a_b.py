@@ -21,14 +21,13 @@ EHS = {
 RESOLVES = [
     ("A1", {"method": "ngram", "K": 4}, {
         "method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 5,
-        "num_lookahead_tokens": 0, "draft_tensor_parallel_size": None}),
+        "draft_tensor_parallel_size": None}),
     ("A2-bracketed-model", {"model": "[ngram]", "K": 3}, {"method": "ngram"}),
     ("A2-model", {"model": "ngram", "K": 3}, {"method": "ngram"}),
     ("A3-ours-accepts", {"method": "[ngram]", "K": 3}, {"method": "ngram"}),
     ("A6-string", {"method": "ngram", "K": "3"}, {"num_speculative_tokens": 3}),
     ("A13", {"model": "pkg.mod.MyDrafter", "K": 3}, {
-        "method": "custom_class", "prompt_lookup_max": 0, "prompt_lookup_min": 0,
-        "num_lookahead_tokens": 0}),
+        "method": "custom_class", "prompt_lookup_max": 0, "prompt_lookup_min": 0}),
     ("A18", {"method": "ngram", "model": "meta/nowhere", "K": 3}, {
         "method": "ngram", "model": "meta/nowhere"}),
     ("A19", {"method": "ngram_gpu", "K": 3}, {
@@ -173,8 +172,9 @@ def test_B9_extraction_copies_the_target() -> None:
     assert draft.hf_config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3, 4]
     assert model.model_dump() == before
     config = engine(EHS)
-    assert (config.num_lookahead_tokens, config.num_prefill_lookahead_tokens) == (0, 0)
-    assert resolved.speculator.keeps_kv and not config.draft_kv_depends_on_next_token
+    law = config.draft_law
+    assert law is not None and law.keeps_kv and not law.proposes
+    assert (law.num_lookahead_tokens, law.num_next_tokens) == (0, 0)
     assert config.aux_hidden_state_layer_ids == (1, 2, 3, 4)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError
 from specconfig.mtp_families import rewrite
 from tests.unit.specconfig.catalog import (
@@ -27,6 +28,12 @@ from tests.unit.specconfig.catalog import (
 MTP = {"method": "mtp"}
 
 
+def next_tokens(config: EngineConfig) -> int:
+    """Tokens past a prompt chunk that the drafter reads."""
+    assert config.speculative is not None
+    return config.speculative.speculator.num_prefill_lookahead_tokens
+
+
 def test_E1_target_weights() -> None:
     config = engine({**MTP, "K": 1}, model="ds/V3")
     assert config.draft_model is not None
@@ -34,7 +41,7 @@ def test_E1_target_weights() -> None:
     assert (config.draft_model.architecture, config.draft_model.model_type) == (
         "DeepSeekMTPModel", "deepseek_mtp",
     )  # fmt: skip
-    assert (config.num_lookahead_tokens, config.num_prefill_lookahead_tokens) == (1, 1)
+    assert (config.num_lookahead_tokens, next_tokens(config)) == (1, 1)
     assert config.num_hash_lookahead_tokens == 1
     assert config.drafter_implementation == "actors.draft.drafters.mtp:MtpDrafter"
 
@@ -71,7 +78,7 @@ def test_K_from_n_predict(given: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_E5_modules(k: int, prefill: int, hashed: int) -> None:
     config = engine({**MTP, "K": k}, model="ds/V3-2")
-    assert config.num_prefill_lookahead_tokens == prefill
+    assert next_tokens(config) == prefill
     assert config.num_hash_lookahead_tokens == hashed
     assert config.speculative is not None
     assert ("multi" in config.speculative.speculator.variant) is (k > 1)
@@ -141,7 +148,7 @@ def test_E11_gemma4() -> None:
     assert config.speculative.method == "mtp"
     assert config.speculative.speculator.variant == "mtp gemma4"
     assert config.draft_model.hf_config["num_kv_shared_layers"] == 0
-    assert config.num_prefill_lookahead_tokens == 1 and not config.draft_has_own_kv
+    assert next_tokens(config) == 1 and not config.draft_has_own_kv
 
 
 def test_E12_one_token() -> None:
@@ -159,7 +166,7 @@ def test_E14_index_share() -> None:
     off = spec({**MTP, "K": 1}, model="ds/V3")
     assert on.draft_model_config is not None
     assert on.draft_model_config.hf_config["index_share_for_mtp_iteration"] is True
-    assert on.compute_hash() != off.compute_hash()
+    assert off.draft_model_config != on.draft_model_config
 
 
 def test_E15_transformers_backend() -> None:
@@ -304,9 +311,9 @@ def test_F1_dflash() -> None:
     assert config.draft_model is not None and config.speculative is not None
     assert config.draft_model.architecture == "DFlashQwen3ForCausalLM"
     assert config.speculative.parallel_drafting is True
-    assert (config.num_lookahead_tokens, config.num_prefill_lookahead_tokens) == (8, 1)
+    assert (config.num_lookahead_tokens, next_tokens(config)) == (8, 1)
     assert (config.num_hash_lookahead_tokens, config.max_num_new_slots_for_drafting) == (0, 0)
-    assert not config.draft_kv_depends_on_next_token
+    assert config.draft_law is not None and config.draft_law.num_next_tokens == 0
     assert config.speculative.mask_token_id == 7
     assert config.aux_hidden_state_layer_ids == (2, 16, 29)
 
@@ -486,7 +493,8 @@ def test_dflash_from_the_anchor_is_refused() -> None:
 def test_medusa() -> None:
     config = engine({"method": "medusa", "model": "org/medusa-head"})
     assert (config.num_speculative_tokens, config.num_lookahead_tokens) == (4, 0)
-    assert not config.draft_has_own_kv and config.uses_target_hidden_states
+    assert config.draft_law is not None
+    assert not config.draft_has_own_kv and config.draft_law.reads_target_states
     assert config.draft_model is not None and config.draft_model.architecture == "MedusaModel"
     with pytest.raises(ConfigError, match="at most 4"):
         engine({"method": "medusa", "model": "org/medusa-head", "K": 5})

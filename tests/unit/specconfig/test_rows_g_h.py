@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from specconfig.dynamic_k import dense_lookup, parse_table, tokens_for_batch
+from specconfig.dynamic_k import parse_table, tokens_for_batch
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
-from specconfig.synthetic import conditional_rates, rates_from_length
+from specconfig.synthetic import rates_from_length
 from tests.unit.specconfig.catalog import TARGET, engine, facts, spec, warnings_of
 
 NGRAM = {"method": "ngram", "K": 4}
@@ -55,7 +55,8 @@ REFUSED = [
     *((f"G5-rates-{m}", {**NGRAM, "rejection_sample_method": m,
                          "synthetic_acceptance_rates": [1, 0, 0, 0]},
        ONLY_SYNTHETIC) for m in ("standard", "block", "fly")),
-    ("G6", {**NGRAM, "rejection_sample_method": "typical"}, "'standard', 'synthetic', 'block'"),
+    ("G6", {**NGRAM, "rejection_sample_method": "typical"},
+     "'block', 'fly', 'standard', 'synthetic'"),
     ("G7-1", {**FLY, "K": 1}, "at least 2"),
     ("G8-4", {**FLY, "fly_window_size": 4}, "less than num_speculative_tokens=4"),
     ("G8-0", {**FLY, "fly_window_size": 0}, "greater than or equal to 1"),
@@ -110,10 +111,6 @@ def test_G11_what_adaptive_verification_needs() -> None:
         EngineArgs(model=TARGET, pipeline_parallel_size=2)
 
 
-def test_G13_conditional_rates() -> None:
-    assert conditional_rates([0.9, 0.8, 0, 0]) == pytest.approx((0.9, 0.8 / 0.9, 0, 0))
-
-
 @pytest.mark.parametrize("k", [pytest.param(k, id=f"G13-K{k}") for k in range(1, 9)])
 def test_G13_schedule_property(k: int) -> None:
     for tenth in range(10, 10 * (k + 1) + 1):
@@ -126,7 +123,6 @@ def test_G13_schedule_property(k: int) -> None:
 def test_H1_table() -> None:
     resolved = spec({**NGRAM, "num_speculative_tokens_per_batch_size": TABLE})
     assert resolved.num_speculative_tokens_per_batch_size == ((1, 8, 4), (9, 32, 3), (33, 128, 2))
-    assert resolved.uses_dynamic_tokens
 
 
 BAD_TABLES: list[tuple[str, Any, str]] = [
@@ -161,7 +157,7 @@ def test_H3_sorted() -> None:
     ],
 )
 def test_lookup(table: Any, batch: int, k: int, lookup: list[int]) -> None:
-    assert dense_lookup(parse_table(table), batch, k) == lookup
+    assert [tokens_for_batch(parse_table(table), n, k) for n in range(1, batch + 1)] == lookup[1:]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +210,6 @@ KEPT = [
 def test_table_is_kept(given: dict[str, Any], compiled: Any) -> None:
     config = dynamic(given, compile_layers=compiled)
     assert [config.num_speculative_tokens_for_batch(n) for n in (1, 9, 33)] == [4, 3, 2]
-    assert config.decode_query_lens == (3, 4, 5)
     assert config.runtime.compile_layers == compiled
 
 
