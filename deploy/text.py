@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from actors.startup.preflight import open_tokenizer
+from actors.startup.tokenizer import open_tokenizer
 from deploy.openai.errors import ApiError, bad_request
 from deploy.openai.protocol import Message
 
