@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from actors.errors import LoadError
 
-
 # Classes that take `tokenizer.json` as it is; where a checkpoint names one, AutoTokenizer does too.
 _PLAIN: Final = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _CHILD: Final = """

@@ -37,7 +37,11 @@ def said_by(tokenizer: Any) -> list[Any]:
         tokenizer.is_fast,
         whole,
         bare,
-        [tokenizer.decode(ids, skip_special_tokens=skip) for ids in whole for skip in (True, False)],
+        [
+            tokenizer.decode(ids, skip_special_tokens=skip)
+            for ids in whole
+            for skip in (True, False)
+        ],
         [tokenizer.convert_ids_to_tokens(ids) for ids in whole],
         tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True),
         sorted((str(i), str(t), t.special) for i, t in tokenizer.added_tokens_decoder.items()),
