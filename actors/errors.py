@@ -6,6 +6,7 @@ EngineError
 |   |-- InvalidRequest      a field's value is outside what this server allows
 |   `-- QueueFull           admission refused; carries `retry_after_s`
 |-- EngineDead              the replica cannot continue; requests in flight fail with this
+|   |-- RequestLost         it ended while it worked on this request
 |   |-- WorkerLost          a worker process ended (socket closed)
 |   `-- StepTimeout         a worker did not answer a step in time
 `-- LoadError               weights, tokenizer or kernels cannot be loaded; names what and why
@@ -19,12 +20,16 @@ class EngineError(Exception):
 
 
 class RequestError(EngineError):
-    """A request that cannot be served. `param` names the request field at fault, if one is."""
+    """A request that cannot be served. `param` names the request field at fault, if one is.
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    `code` is a word for programs, the same on every surface; None: nothing beyond the class.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.code = code
 
     def __reduce__(self) -> tuple[object, ...]:
         # Crosses process borders inside Ray's task errors; keyword-only arguments need help.
@@ -51,6 +56,7 @@ class PromptTooLong(RequestError):
             f"{max_model_len} tokens including at least one output token; shorten the prompt to "
             f"at most {max_model_len - 1} tokens",
             param="prompt",
+            code="context_length_exceeded",
         )
         self.prompt_len = prompt_len
         self.max_model_len = max_model_len
@@ -68,6 +74,10 @@ class QueueFull(RequestError):
 
 class EngineDead(EngineError):
     """The engine cannot continue; the message says what ended it."""
+
+
+class RequestLost(EngineDead):
+    """The engine ended while it worked on a request, which another replica can go on with."""
 
 
 class WorkerLost(EngineDead):

@@ -5,45 +5,31 @@
     >>> for run in client.stream(messages=[{"role": "user", "content": "Hi"}]):
     ...     print(run.text, end="")
 
-Fields are those of the HTTP surface (`max_tokens`, `temperature`, `stop`, `speculation`, ...) with
-the same checks, and a stream survives the loss of an engine replica in the same way.
+Fields are those of `actors.requests.GenerateRequest` (`max_tokens`, `temperature`, `stop`,
+`num_speculative_tokens`, ...) with the same checks as on HTTP, and a stream survives the loss of an
+engine replica in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import queue
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
-from actors.requests import RunOutput
+from actors.errors import InvalidRequest
+from actors.requests import GenerateRequest, RunOutput
 from deploy.engine_client import EngineClient, HandleEngineClient
 from deploy.facts import ServedModel
-from deploy.openai.answers import merge
-from deploy.openai.protocol import ChatCompletionRequest, CompletionRequest, Sampling, parse
-from deploy.openai.sampling import to_generate_request
-from deploy.openai.usage import usage_of
 from deploy.recovery import generate_with_recovery
-from deploy.text import TextProcessor
+from deploy.requests import complete_request
+from deploy.runs import merge
+from deploy.text import Conversation, Message, Prompt, Text, TextProcessor
 
 _DESCRIBE_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole answer. `usage` is the HTTP surface's usage object."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    accepted: tuple[bool, ...]
-    finish_reason: str
-    stop_reason: int | str | None
-    usage: dict[str, Any]
 
 
 class Client:
@@ -67,31 +53,23 @@ class Client:
         self,
         prompt: str | Sequence[int] | None = None,
         *,
-        messages: Sequence[dict[str, Any]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
         **fields: Any,
-    ) -> Completion:
-        """The whole answer to a prompt (text or token ids) or to a conversation.
+    ) -> RunOutput:
+        """The whole answer to a prompt (text or token ids) or to a conversation, as one run.
 
         Raises:
-            ApiError: A field is wrong; it says which.
+            InvalidRequest: A field is wrong; it says which.
+            RequestAborted: The engine gave the request up.
             EngineError: The engine refused or failed.
         """
-        run = merge(list(self.stream(prompt, messages=messages, **fields)))
-        assert run.finish_reason is not None
-        return Completion(
-            text=run.text,
-            token_ids=run.token_ids,
-            accepted=run.accepted,
-            finish_reason=run.finish_reason.value,
-            stop_reason=run.stop_reason,
-            usage=usage_of(run),
-        )
+        return merge(list(self.stream(prompt, messages=messages, **fields)))
 
     def stream(
         self,
         prompt: str | Sequence[int] | None = None,
         *,
-        messages: Sequence[dict[str, Any]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
         **fields: Any,
     ) -> Iterator[RunOutput]:
         """The answer run by run. Leaving the loop early aborts the request."""
@@ -110,40 +88,45 @@ class Client:
         self,
         prompt: str | Sequence[int] | None = None,
         *,
-        messages: Sequence[dict[str, Any]] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
         **fields: Any,
     ) -> AsyncGenerator[RunOutput]:
         """As `stream`, for asyncio."""
-        body, ids = self._prepare(prompt, messages, fields)
-        request = to_generate_request(body, ids, f"handle-{uuid.uuid4().hex}", self._served)
+        request = complete_request(
+            _request(fields), _prompt(prompt, messages), self._text, self._served
+        )
         runs = generate_with_recovery(self._engine, request, self._text.token_bytes)
         async with aclosing(runs):
             async for run in runs:
-                if run.error is not None:
-                    raise RuntimeError(f"the request failed: {run.error}")
                 yield run
 
     def close(self) -> None:
-        """End the client's thread. Streams in progress are cut."""
+        """Cut the streams in progress, which end with an error, and end the client's thread."""
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _prepare(
-        self,
-        prompt: str | Sequence[int] | None,
-        messages: Sequence[dict[str, Any]] | None,
-        fields: dict[str, Any],
-    ) -> tuple[Sampling, list[int]]:
-        if (prompt is None) == (messages is None):
-            raise ValueError("give either a prompt or messages")
-        if messages is not None:
-            chat = parse(
-                json.dumps({**fields, "messages": list(messages)}).encode(), ChatCompletionRequest
-            )
-            return chat, self._text.render_chat(chat.messages)
-        given = prompt if isinstance(prompt, str) else [int(token) for token in prompt or ()]
-        plain = parse(json.dumps({**fields, "prompt": given}).encode(), CompletionRequest)
-        only = plain.single_prompt()
-        return plain, self._text.encode(only) if isinstance(only, str) else only
+
+def _request(fields: dict[str, Any]) -> GenerateRequest:
+    stop = fields.get("stop")
+    if stop is not None:
+        fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    try:
+        return GenerateRequest(f"handle-{uuid.uuid4().hex}", (), **fields)
+    except TypeError as error:  # a field that there is not
+        raise InvalidRequest(str(error).partition(" ")[2]) from None
+
+
+def _prompt(
+    prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
+) -> Prompt:
+    if (prompt is None) == (messages is None):
+        raise ValueError("give either a prompt or messages")
+    if messages is None:
+        return Text(prompt) if isinstance(prompt, str) else [int(token) for token in prompt or ()]
+    try:
+        return Conversation([Message(**message) for message in messages])
+    except TypeError as error:
+        raise InvalidRequest(f"messages: {error}", param="messages") from None
 
 
 async def _pump(
@@ -154,5 +137,15 @@ async def _pump(
             async for run in runs:
                 inbox.put(run)
         inbox.put(None)
+    except asyncio.CancelledError:
+        inbox.put(ConnectionError("the client was closed"))
+        raise
     except Exception as error:
         inbox.put(error)
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

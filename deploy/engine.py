@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -68,19 +68,10 @@ class Engine:
             raise
         logger.info("engine ready: %s", config.runtime.served_model_name)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[RunOutput]:
         """Outputs of one request, a run of tokens a step. Cancelling frees its KV."""
-        # Closed here and now: left to garbage collection, a cancelled request would keep its KV
-        # until then.
-        outputs = self._replica.engine.generate(request)
-        try:
-            async for output in outputs:
-                if output.error is not None and (reason := self._sick()):
-                    # Not this request's fault: another replica can go on with it.
-                    raise EngineDead(reason)
-                yield output
-        finally:
-            await asyncio.shield(outputs.aclose())
+        runs: AsyncIterator[RunOutput] = self._replica.engine.generate(request)
+        return runs
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
         """Apply the runtime knobs. Unknown keys are refused and the update fails."""

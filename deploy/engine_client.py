@@ -1,4 +1,4 @@
-"""How the HTTP surface and the Python client reach engines.
+"""How the surfaces reach engines.
 
 `EngineClient` is the contract; `HandleEngineClient` fulfils it over a Serve handle. Unit tests
 fulfil it with a scripted engine.
@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from actors.requests import GenerateRequest, RunOutput
-from deploy.openai.errors import root_cause
+from deploy.failures import root_cause
 
 
 class ReplicaReport(NamedTuple):

@@ -13,25 +13,29 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
-from actors.errors import EngineDead
+from actors.errors import EngineDead, RequestLost
 from actors.requests import FinishReason, GenerateRequest, RunOutput, SpeculationStats
 from deploy.engine_client import EngineClient
-from deploy.openai.errors import is_busy, is_replica_loss, root_cause
+from deploy.failures import RequestAborted, is_busy, is_replica_loss, root_cause
 from deploy.text import TokenBytes
 
 logger = logging.getLogger("ray.serve")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPolicy:
     """Bounds of recovery.
 
-    `max_losses` counts engines lost while they worked on the request: one that kills every engine
-    it meets must not be handed on for ever. `patience_s` bounds the wait for a replica to appear.
+    `max_losses` counts engines that ended while they worked on the request: one that ends every
+    engine it meets is not handed on for ever. An engine's own word that it had taken the request
+    counts, or a token from it; the loss of a whole replica before that may be no fault of the
+    request, and `patience_s` bounds the wait for another to appear.
     """
 
     max_losses: int = 3
@@ -157,16 +161,21 @@ async def generate_with_recovery(
     request: GenerateRequest,
     token_bytes: TokenBytes,
     policy: RecoveryPolicy | None = None,
+    timeout_s: float | None = None,
 ) -> AsyncGenerator[RunOutput]:
     """Outputs of `request`, whatever happens to the replicas that produce them.
 
-    `request.seed` must be set, or a continuation would draw another answer.
+    `request.seed` must be set, or a continuation would draw another answer. `timeout_s` bounds
+    the whole request; None: no bound.
 
     Raises:
         EngineDead: No replica could finish it within the policy.
+        RequestAborted: The engine gave it up.
+        TimeoutError: It took longer than `timeout_s`.
     """
     assert request.seed is not None
     policy = policy or RecoveryPolicy()
+    in_time = _Deadline(timeout_s)
     journal = Journal(request, token_bytes)
     attempt, losses, delay = 0, 0, policy.first_delay_s
     current: GenerateRequest | None = request
@@ -175,7 +184,11 @@ async def generate_with_recovery(
         progressed = False
         try:
             async with aclosing(client.generate(current)) as outputs:
-                async for output in outputs:
+                while (output := await in_time(anext(outputs, None))) is not None:
+                    if output.error is not None or output.finish_reason is FinishReason.ABORT:
+                        raise RequestAborted(
+                            f"the request failed: {output.error or 'the server aborted it'}"
+                        )
                     progressed = True
                     waiting_since, delay = time.monotonic(), policy.first_delay_s
                     recorded = journal.record(output)
@@ -188,8 +201,8 @@ async def generate_with_recovery(
             # The client already has half an answer: a full queue elsewhere is waited out.
             if not (is_replica_loss(error) or (attempt > 0 and is_busy(error))):
                 raise
-            losses += progressed
             cause = root_cause(error)
+            losses += progressed or isinstance(cause, RequestLost)
             waited = time.monotonic() - waiting_since
             if losses > policy.max_losses or waited + delay > policy.patience_s:
                 raise EngineDead(
@@ -201,11 +214,31 @@ async def generate_with_recovery(
                 request.request_id,
                 _first_line(cause),
             )
-        await asyncio.sleep(delay)
+        await in_time(asyncio.sleep(delay))
         delay = min(policy.max_delay_s, delay * 2)
         attempt += 1
         current = journal.continuation(attempt)
     yield journal.ended_by_length()
+
+
+class _Deadline:
+    """Awaits within what is left of a request's time."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._at = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+    async def __call__(self, work: Awaitable[T]) -> T:
+        limit = asyncio.timeout_at(self._at)
+        try:
+            async with limit:
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(
+                f"the request took longer than this server allows, {self._timeout_s:g} s"
+            ) from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,12 +3,54 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from actors.startup.preflight import open_tokenizer
-from deploy.openai.errors import ApiError, bad_request
-from deploy.openai.protocol import Message
+from actors.errors import InvalidRequest
+from actors.startup.tokenizer import open_tokenizer
+from deploy.failures import unsupported
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Turn(Protocol):
+    """One turn of a conversation. `content` is text or a list of text parts."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def content(self) -> str | Sequence[Mapping[str, Any]] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A turn, for callers that have no type of their own."""
+
+    role: str
+    content: str | Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt as text."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt as turns, for the model's chat template."""
+
+    turns: Sequence[Turn]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+# What to go on from: text, turns, or token ids as they are.
+Prompt = Text | Conversation | Sequence[int]
 
 
 class TextProcessor:
@@ -21,6 +63,17 @@ class TextProcessor:
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> TextProcessor:
         return cls(open_tokenizer(source, revision))
+
+    def ids_of(self, prompt: Prompt) -> Sequence[int]:
+        """Token ids of a prompt in whatever form.
+
+        Raises:
+            InvalidRequest: the model has no template, the template refuses the conversation, or a
+                message holds something that is not text.
+        """
+        if isinstance(prompt, Text):
+            return self.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+        return self._render(prompt) if isinstance(prompt, Conversation) else prompt
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -40,38 +93,32 @@ class TextProcessor:
         strings: list[str] = self._tokenizer.convert_ids_to_tokens(list(ids))
         return strings
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation in the model's chat template.
-
-        Raises:
-            ApiError: 400; the model has no template, the template refuses the conversation, or a
-                message holds something that is not text.
-        """
+    def _render(self, chat: Conversation) -> list[int]:
         if not getattr(self._tokenizer, "chat_template", None):
-            raise bad_request(
+            raise InvalidRequest(
                 "the served model has no chat template; use /v1/completions", param="messages"
             )
-        turns = [_plain_turn(message, index) for index, message in enumerate(messages)]
+        if not chat.turns:
+            raise InvalidRequest("'messages' is empty, at least 1 is needed", param="messages")
+        turns = [_plain_turn(turn, index) for index, turn in enumerate(chat.turns)]
+        kwargs = _checked_kwargs(chat.template_kwargs)
+        continues = chat.continue_final_message
+        if continues and turns[-1]["role"] != "assistant":
+            raise InvalidRequest(
+                "'continue_final_message': the last message is not an assistant's",
+                param="continue_final_message",
+            )
         try:
             text: str = self._tokenizer.apply_chat_template(
                 turns,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                **_checked_kwargs(template_kwargs),
+                add_generation_prompt=chat.add_generation_prompt and not continues,
+                continue_final_message=continues,
+                **kwargs,
             )
-        except ApiError:
-            raise
         except Exception as error:
             # Templates reject conversations (role order, unknown roles) by raising.
-            raise bad_request(
+            raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from None
         # The template writes the special tokens itself.
@@ -83,48 +130,43 @@ _RESERVED = {"tokenize", "add_generation_prompt", "continue_final_message", "cha
              "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"}  # fmt: skip
 
 
-def _checked_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
-    for name in given or {}:
+def _checked_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in given:
         if name in _RESERVED:
             param = f"chat_template_kwargs.{name}"
-            raise bad_request(f"'{param}' is set by the server", param=param)
-    return given or {}
+            raise InvalidRequest(f"'{param}' is set by the server", param=param)
+    return given
 
 
-def _plain_turn(message: Message, index: int) -> dict[str, str]:
+def _plain_turn(turn: Turn, index: int) -> dict[str, str]:
     where = f"messages[{index}]"
-    if message.role == "tool":
-        raise bad_request(
-            f"'{where}.role': tool messages are not supported: tool calls are not implemented",
+    if turn.role not in ROLES:
+        raise InvalidRequest(
+            f"'{where}.role' is {turn.role!r}, must be one of {', '.join(ROLES)}",
             param=f"{where}.role",
-            code="unsupported_parameter",
         )
+    if turn.role == "tool":
+        raise unsupported(f"{where}.role", "tool calls, and so tool messages, are not implemented")
     # `developer` is the newer public name of `system`; chat templates know the latter.
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": _plain_content(message.content, where)}
+    role = "system" if turn.role == "developer" else turn.role
+    return {"role": role, "content": _plain_content(turn.content, where)}
 
 
-def _plain_content(content: str | list[dict[str, Any]] | None, where: str) -> str:
+def _plain_content(content: str | Sequence[Mapping[str, Any]] | None, where: str) -> str:
     if isinstance(content, str):
         return content
     if content is None:
-        raise bad_request(f"'{where}.content' is required", param=f"{where}.content")
+        raise InvalidRequest(f"'{where}.content' is required", param=f"{where}.content")
     texts = []
     for number, part in enumerate(content):
-        field = f"{where}.content[{number}]"
+        place = f"{where}.content[{number}]"
         kind = part.get("type")
         if kind != "text":
-            raise bad_request(
-                f"'{field}' is a part of type {kind!r}; only parts of type 'text' are supported",
-                param=field,
-                code="unsupported_parameter",
-            )
+            raise unsupported(place, f"a part of type {kind!r}; only parts of type 'text' are")
         if not isinstance(part.get("text"), str):
-            raise bad_request(f"'{field}.text' must be a string", param=f"{field}.text")
-        extra = set(part) - {"type", "text"}
-        if extra:
-            name = f"{field}.{sorted(extra)[0]}"
-            raise bad_request(f"'{name}' is not supported", param=name, code="unknown_parameter")
+            raise InvalidRequest(f"'{place}.text' must be a string", param=f"{place}.text")
+        for name in sorted(part.keys() - {"type", "text"}):
+            raise unsupported(f"{place}.{name}", "no such field is known here")
         texts.append(part["text"])
     return "".join(texts)
 

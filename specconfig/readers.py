@@ -73,7 +73,7 @@ ENGINE_READERS: Mapping[str, Entry] = {
     "enable_expert_parallel": Reader(
         "actors.target.runner:TargetRunner", "parallel.enable_expert_parallel"
     ),
-    "max_num_seqs": Reader(_LIMITS, "scheduler.max_num_seqs"),
+    "max_num_seqs": Reader(_LIMITS, "max_num_active_seqs"),
     "max_num_batched_tokens": Reader(_LIMITS, "scheduler.max_num_batched_tokens"),
     "block_size": Reader(_LIMITS, "cache.block_size"),
     "gpu_memory_utilization": Reader(

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from actors.acceptance.base import AcceptanceMethod
 from actors.errors import LoadError
 from actors.kvcache.sizing import KVLayers, KVSizing, size_kv_cache
+from actors.startup.tokenizer import open_tokenizer
 from actors.steps.protocols import LookupDrafter
 from specconfig import readers
 from specconfig.engine import EngineConfig
@@ -31,6 +33,15 @@ def import_drafter(config: EngineConfig) -> Any:
     assert config.drafter_implementation is not None
     module, _, name = config.drafter_implementation.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def build_acceptance(config: EngineConfig) -> AcceptanceMethod:
+    """The acceptance method that the configuration names, with its options."""
+    module, _, name = config.acceptance_implementation.partition(":")
+    method: AcceptanceMethod = getattr(importlib.import_module(module), name)(
+        **config.acceptance_options
+    )
+    return method
 
 
 def build_lookup_drafter(config: EngineConfig) -> LookupDrafter | None:
@@ -113,28 +124,3 @@ def size_kv(
 def load_tokenizer(config: EngineConfig) -> Any:
     """The fast tokenizer that decodes output, from the resolved tokenizer location."""
     return open_tokenizer(config.model.tokenizer, config.model.tokenizer_revision)
-
-
-def open_tokenizer(location: str, revision: str | None = None) -> Any:
-    """A fast tokenizer from a directory, a GGUF file or a hub id. No code of it is run.
-
-    Raises:
-        LoadError: there is none, or it is of a kind that cannot be loaded.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    path = Path(location).expanduser()
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
-    where = str(path) if path.exists() else location
-    if path.suffix == ".gguf":
-        where, options["gguf_file"] = str(path.parent), path.name
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
-    except Exception as error:
-        # A directory whose config AutoTokenizer does not know may still hold a plain tokenizer.
-        if not (path / "tokenizer.json").is_file():
-            raise LoadError(f"no tokenizer can be loaded from {location}: {error}") from error
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(where)
-    if not getattr(tokenizer, "is_fast", False):
-        raise LoadError(f"the tokenizer of {location} has no tokenizer.json (fast form)")
-    return tokenizer

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from actors.acceptance.base import AcceptanceMethod
-from actors.errors import EngineDead, InvalidRequest, QueueFull
+from actors.errors import EngineDead, InvalidRequest, QueueFull, RequestLost
 from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats, Snapshot
 from actors.steps.protocols import GangLike, LookupDrafter, MaskSource, StepClient
@@ -153,7 +153,11 @@ class VerifierEngine:
                 self._post(lambda: self._loop.abort(request))
 
     async def generate(self, params: GenerateRequest) -> AsyncIterator[RunOutput]:
-        """Runs of one request, from any asyncio loop. Leaving early aborts the request."""
+        """Runs of one request, from any asyncio loop. Leaving early aborts the request.
+
+        Raises:
+            RequestLost: the replica failed or was stopped; the request is not at fault.
+        """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[RunOutput] = asyncio.Queue()
         self.add_request(params, lambda out: _hand_over(loop, queue, out))
@@ -162,6 +166,8 @@ class VerifierEngine:
             while not finished:
                 out = await queue.get()
                 finished = out.finish_reason is not None
+                if out.error is not None and self._is_stopping:
+                    raise RequestLost(out.error)
                 yield out
         finally:
             if not finished:

@@ -66,5 +66,5 @@ class EngineLimits:
             num_speculative_tokens=cfg.num_speculative_tokens,
             num_speculative_tokens_for_batch=cfg.num_speculative_tokens_for_batch,
             law=cfg.draft_law or DraftLaw(),
-            seed=getattr(cfg.runtime, "seed", None),
+            seed=cfg.runtime.seed,
         )

@@ -6,7 +6,6 @@ Both build plain dicts: a pydantic model per chunk would cost more than the chun
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ from actors.requests import RunOutput
 from deploy.openai.logprobs import CompletionLogprobs, chat_logprobs
 from deploy.openai.protocol import Sampling
 from deploy.openai.usage import usage_of
+from deploy.runs import merge
 from deploy.text import TokenBytes
 
 Json = dict[str, Any]
@@ -175,22 +175,3 @@ def _finish(output: RunOutput) -> Json:
         # Beyond the public API: the stop string or token id that ended the answer.
         "stop_reason": output.stop_reason,
     }
-
-
-def merge(outputs: Sequence[RunOutput]) -> RunOutput:
-    """Consecutive runs of one request as one run."""
-    if len(outputs) == 1:
-        return outputs[0]
-    last = outputs[-1]
-    with_logprobs = [run.logprobs for run in outputs if run.logprobs is not None]
-    return dataclasses.replace(
-        last,
-        token_ids=tuple(token for run in outputs for token in run.token_ids),
-        text="".join(run.text for run in outputs),
-        accepted=tuple(flag for run in outputs for flag in run.accepted),
-        logprobs=(
-            tuple(entry for entries in with_logprobs for entry in entries)
-            if with_logprobs
-            else None
-        ),
-    )

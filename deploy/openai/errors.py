@@ -1,9 +1,7 @@
 """Every error of the HTTP surface as the OpenAI error object.
 
     ApiError                      status, type, code, param; rendered as {"error": {...}}
-    |-- bad_request(...)          400, invalid_request_error, names the field in `param`
-    |-- unsupported(...)          400, a field of the public API that this server does not have
-    `-- from_exception(...)       anything else: engine errors, Serve errors, bugs
+    `-- from_exception(...)       anything else: refused requests, lost engines, bugs
 
 A client never sees a traceback: an unknown exception becomes a 500 that carries the request id,
 and the traceback goes to the log under the same id.
@@ -17,10 +15,10 @@ import math
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError
 
-from actors.errors import EngineDead, PromptTooLong, QueueFull, RequestError
+from actors.errors import EngineDead, QueueFull, RequestError
+from deploy.failures import RequestAborted, is_replica_loss, root_cause
 
 logger = logging.getLogger("ray.serve")
 
@@ -62,18 +60,6 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
-def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
-    """400 for a value that is wrong."""
-    return ApiError(400, message, param=param, code=code)
-
-
-def unsupported(param: str, why: str) -> ApiError:
-    """400 for a field of the public API that this server does not have."""
-    return bad_request(
-        f"'{param}' is not supported: {why}", param=param, code="unsupported_parameter"
-    )
-
-
 def unauthorized(message: str) -> ApiError:
     """401, with the challenge HTTP asks for."""
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -112,33 +98,6 @@ def unavailable(message: str, retry_after_s: int = 5) -> ApiError:
     )
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """The exception a remote replica raised, out of Ray's wrapping."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
-        return root_cause(error.cause) if error.cause is not error else error
-    return error
-
-
-_LOSSES = (
-    RayActorError,
-    WorkerCrashedError,
-    ObjectLostError,
-    DeploymentUnavailableError,
-    EngineDead,
-)
-
-
-def is_replica_loss(error: BaseException) -> bool:
-    """Whether another replica (or this one, restarted) can take the request over."""
-    cause = root_cause(error)
-    return isinstance(cause, _LOSSES)
-
-
-def is_busy(error: BaseException) -> bool:
-    """Whether a queue was full."""
-    return isinstance(root_cause(error), BackPressureError | QueueFull)
-
-
 def from_exception(error: BaseException, request_id: str) -> ApiError:
     """The answer for any exception a request ended with."""
     cause = root_cause(error)
@@ -146,10 +105,10 @@ def from_exception(error: BaseException, request_id: str) -> ApiError:
         return cause
     if isinstance(cause, QueueFull):
         return too_busy(cause.message, cause.retry_after_s)
-    if isinstance(cause, PromptTooLong):
-        return bad_request(cause.message, param=cause.param, code="context_length_exceeded")
     if isinstance(cause, RequestError):
-        return bad_request(cause.message, param=cause.param)
+        return ApiError(400, cause.message, param=cause.param, code=cause.code)
+    if isinstance(cause, RequestAborted):
+        return ApiError(500, str(cause), kind="internal_error", code="request_aborted")
     if isinstance(cause, BackPressureError):
         return too_busy(
             "the server's queue is full; retry later", getattr(cause, "retry_after_s", None)

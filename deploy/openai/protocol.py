@@ -1,8 +1,8 @@
-"""Requests of the OpenAI surface: what is accepted, with which bounds.
+"""Requests of the OpenAI surface: fields, types, and what only this API asks of them.
 
-Unknown fields are refused by name. Fields that the public API has and this server has not are in
-`deploy.openai.unsupported`. Fields after "Beyond the public API" are ours or follow what other
-open servers call them.
+What an engine asks of values is in `actors.checks`, for every surface. Unknown fields are refused
+by name. Fields that the public API has and this server has not are in `deploy.openai.unsupported`.
+Fields after "Beyond the public API" are ours or follow what other open servers call them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from actors.errors import InvalidRequest
 from deploy.openai import unsupported
-from deploy.openai.errors import ApiError, bad_request
 
 TokenId = Annotated[int, Field(ge=0)]
-MAX_STOPS = 16
 
 
 class Strict(BaseModel):
@@ -40,13 +39,13 @@ class SpeculationOptions(Strict):
     """Lowers, for one request, what the server allows."""
 
     enabled: bool = True
-    num_speculative_tokens: int | None = Field(default=None, ge=0)
+    num_speculative_tokens: int | None = None
 
 
 class Message(Strict):
-    """One turn. `content` is text or a list of text parts."""
+    """One turn, a `deploy.text.Turn`."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -60,15 +59,15 @@ class Sampling(Strict, ABC):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    temperature: float = Field(default=1.0, le=2)
+    top_p: float = 1.0
+    seed: int | None = None
     stop: str | list[str] | None = None
     # Beyond the public API
     top_k: int = Field(default=0, ge=-1)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    min_tokens: int = Field(default=0, ge=0)
-    stop_token_ids: list[TokenId] | None = None
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -85,16 +84,8 @@ class Sampling(Strict, ABC):
 
     @model_validator(mode="after")
     def _check(self) -> Sampling:
-        for stop in self.stops:
-            if not stop:
-                raise ApiFault("stop", "a stop string must not be empty")
-        if len(self.stops) > MAX_STOPS:
-            raise ApiFault("stop", f"{len(self.stops)} stop strings given, at most {MAX_STOPS}")
         if self.stream_options is not None and not self.stream:
             raise ApiFault("stream_options", "only allowed with stream: true")
-        limit = self.limit
-        if limit is not None and self.min_tokens > limit:
-            raise ApiFault("min_tokens", f"{self.min_tokens} is more than max_tokens, {limit}")
         return self
 
     @property
@@ -108,6 +99,11 @@ class Sampling(Strict, ABC):
     @abstractmethod
     def limit(self) -> int | None:
         """Largest number of output tokens; None up to the context's end."""
+
+    @property
+    def limit_field(self) -> str:
+        """The field `limit` came from, for error messages."""
+        return "max_tokens"
 
     @property
     @abstractmethod
@@ -134,9 +130,9 @@ class ChatCompletionRequest(Sampling):
 
     table = unsupported.CHAT
 
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    messages: list[Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0)
     # Beyond the public API
@@ -153,13 +149,16 @@ class ChatCompletionRequest(Sampling):
             raise ApiFault(
                 "max_tokens", f"max_tokens {both[0]} and max_completion_tokens {both[1]} differ"
             )
-        if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise ApiFault("continue_final_message", "the last message is not an assistant's")
         return self
 
     @property
     def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int:
@@ -177,7 +176,7 @@ class CompletionRequest(Sampling):
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     # 16 is the public API's default.
-    max_tokens: int = Field(default=16, ge=1)
+    max_tokens: int = 16
     logprobs: int | None = Field(default=None, ge=0)
     # Beyond the public API
     add_special_tokens: bool = True
@@ -198,7 +197,7 @@ class CompletionRequest(Sampling):
         """The one prompt of the request.
 
         Raises:
-            ApiError: Several prompts, or none.
+            InvalidRequest: Several prompts, or none.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -208,7 +207,7 @@ class CompletionRequest(Sampling):
         if len(prompt) == 1:
             only = prompt[0]
             return only if isinstance(only, str) else list(only)  # type: ignore[arg-type]
-        raise bad_request(
+        raise InvalidRequest(
             f"'prompt' holds {len(prompt)} prompts; this server takes one per request",
             param="prompt",
             code="unsupported_parameter" if prompt else None,
@@ -251,21 +250,21 @@ def parse(raw: bytes, model: type[Body]) -> Body:
     """The request in `raw`.
 
     Raises:
-        ApiError: 400 that names the first field at fault.
+        InvalidRequest: It names the first field at fault.
     """
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
-        raise bad_request("the body must be a JSON object", code="invalid_json")
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     try:
         return model.model_validate(unsupported.drop_neutral(body, model.table))
     except ValidationError as error:
         raise _first_fault(error, model) from None
 
 
-def _first_fault(error: ValidationError, model: type[BaseModel]) -> ApiError:
+def _first_fault(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     faults = error.errors(include_url=False)
     # An unknown field explains the others (a misspelt `messages` is also a missing `messages`).
     fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
@@ -273,17 +272,19 @@ def _first_fault(error: ValidationError, model: type[BaseModel]) -> ApiError:
     # the client wrote.
     path = _path(fault["loc"], model)
     if fault["type"] == "extra_forbidden":
-        return bad_request(
+        return InvalidRequest(
             f"'{path}' is not supported: no such field is known here",
             param=path,
             code="unknown_parameter",
         )
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, ApiFault):
-        return bad_request(f"'{cause.param}': {cause.message}", param=cause.param)
+        return InvalidRequest(f"'{cause.param}': {cause.message}", param=cause.param)
     if fault["type"] == "missing":
-        return bad_request(f"'{path}' is required", param=path, code="missing_required_parameter")
-    return bad_request(f"'{path}': {_message(fault)}", param=path)
+        return InvalidRequest(
+            f"'{path}' is required", param=path, code="missing_required_parameter"
+        )
+    return InvalidRequest(f"'{path}': {_message(fault)}", param=path)
 
 
 def _message(fault: Mapping[str, Any]) -> str:

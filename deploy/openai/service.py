@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from actors.requests import FinishReason, GenerateRequest, RunOutput
+from actors.errors import InvalidRequest
 from deploy.engine_client import EngineClient, ReplicaReport
 from deploy.facts import ServedModel
 from deploy.openai.answers import Answer, ChatAnswer, Json, TextAnswer
-from deploy.openai.errors import ApiError, bad_request, model_not_found
+from deploy.openai.errors import model_not_found
 from deploy.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -23,10 +23,11 @@ from deploy.openai.protocol import (
     Sampling,
     TokenizeRequest,
 )
-from deploy.openai.sampling import to_generate_request
+from deploy.openai.sampling import names_of, to_generate_request
 from deploy.openai.streaming import events
 from deploy.recovery import RecoveryPolicy, generate_with_recovery
-from deploy.text import TextProcessor
+from deploy.requests import complete_request
+from deploy.text import Conversation, Prompt, Text, TextProcessor
 
 T = TypeVar("T")
 REPORT_TIMEOUT_S = 3.0
@@ -62,75 +63,46 @@ class OpenAIService:
 
     async def chat(self, body: ChatCompletionRequest, request_id: str) -> Json | AsyncIterator[str]:
         """POST /v1/chat/completions."""
-        self._check_model(body.model)
-        prompt = await self._off_loop(
-            lambda: self._text.render_chat(
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                template_kwargs=body.chat_template_kwargs,
-            )
+        prompt = Conversation(
+            body.messages,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.chat_template_kwargs,
         )
         return await self._answer(body, prompt, request_id, ChatAnswer, "chatcmpl")
 
     async def complete(self, body: CompletionRequest, request_id: str) -> Json | AsyncIterator[str]:
         """POST /v1/completions."""
-        self._check_model(body.model)
         given = body.single_prompt()
-        if isinstance(given, str):
-            text, special = given, body.add_special_tokens
-            prompt = await self._off_loop(
-                lambda: self._text.encode(text, add_special_tokens=special)
-            )
-        else:
-            prompt = given
+        prompt = Text(given, body.add_special_tokens) if isinstance(given, str) else given
         return await self._answer(body, prompt, request_id, TextAnswer, "cmpl")
 
     async def _answer(
-        self,
-        body: Sampling,
-        prompt: Sequence[int],
-        request_id: str,
-        kind: type[Answer],
-        prefix: str,
+        self, body: Sampling, prompt: Prompt, request_id: str, kind: type[Answer], prefix: str
     ) -> Json | AsyncIterator[str]:
+        self._check_model(body.model)
         # Ours, not the client's: a client may repeat its id on a retry while the first try runs.
         engine_id = f"{prefix}-{uuid.uuid4().hex}"
-        request = to_generate_request(body, prompt, engine_id, self._served)
+        asked = to_generate_request(body, engine_id)
+        request = await self._off_loop(
+            lambda: complete_request(asked, prompt, self._text, self._served, names_of(body))
+        )
         answer = kind(engine_id, int(time.time()), self._served.name, body, self._text.token_bytes)
-        runs = self._runs(request)
+        runs = generate_with_recovery(
+            self._client,
+            request,
+            self._text.token_bytes,
+            self._options.recovery,
+            self._options.request_timeout_s,
+        )
         if not body.stream:
             async with aclosing(runs):
                 return answer.whole([run async for run in runs])
         # Waiting for the first run is what lets a refusal still become a status code.
         first = await anext(runs)
         return events(
-            answer,
-            _chained(first, runs),
-            request_id,
-            least_tokens=self._options.least_tokens_per_chunk,
+            answer, first, runs, request_id, least_tokens=self._options.least_tokens_per_chunk
         )
-
-    async def _runs(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
-        limit = self._options.request_timeout_s
-        deadline = None if limit is None else asyncio.get_running_loop().time() + limit
-        outputs = generate_with_recovery(
-            self._client, request, self._text.token_bytes, self._options.recovery
-        )
-        async with aclosing(outputs):
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        run = await anext(outputs)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    raise TimeoutError(
-                        f"the request took longer than this server allows, {limit:g} s"
-                    ) from None
-                if run.error is not None or run.finish_reason is FinishReason.ABORT:
-                    raise _aborted(run)
-                yield run
 
     def models(self) -> Json:
         """GET /v1/models."""
@@ -150,16 +122,14 @@ class OpenAIService:
     async def tokenize(self, body: TokenizeRequest) -> Json:
         """POST /tokenize."""
         self._check_model(body.model)
+        prompt: Prompt
+        if body.messages is not None:
+            prompt = Conversation(body.messages, body.add_generation_prompt)
+        else:
+            prompt = Text(body.prompt or "", body.add_special_tokens)
 
         def work() -> Json:
-            if body.messages is not None:
-                ids = self._text.render_chat(
-                    body.messages, add_generation_prompt=body.add_generation_prompt
-                )
-            else:
-                ids = self._text.encode(
-                    body.prompt or "", add_special_tokens=body.add_special_tokens
-                )
+            ids = list(self._text.ids_of(prompt))
             answer = {
                 "tokens": ids,
                 "count": len(ids),
@@ -176,7 +146,7 @@ class OpenAIService:
         self._check_model(body.model)
         bad = next((t for t in body.tokens if t >= self._served.vocab_size), None)
         if bad is not None:
-            raise bad_request(
+            raise InvalidRequest(
                 f"'tokens' holds id {bad}, the vocabulary has {self._served.vocab_size} tokens",
                 param="tokens",
             )
@@ -212,17 +182,3 @@ class OpenAIService:
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-
-async def _chained(first: RunOutput, rest: AsyncGenerator[RunOutput]) -> AsyncGenerator[RunOutput]:
-    async with aclosing(rest):
-        yield first
-        async for run in rest:
-            yield run
-
-
-def _aborted(run: RunOutput) -> ApiError:
-    why = run.error or "the server aborted it"
-    return ApiError(
-        500, f"the request failed: {why}", kind="internal_error", code="request_aborted"
-    )

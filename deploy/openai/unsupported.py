@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from deploy.openai.errors import unsupported
+from deploy.failures import unsupported
 
 # Says whether a value asks for nothing beyond what the server does anyway. None always does.
 Neutral = Callable[[Any], bool]
@@ -85,7 +85,7 @@ def drop_neutral(body: dict[str, Any], table: Mapping[str, tuple[Neutral, str]])
     """`body` without the table's fields.
 
     Raises:
-        ApiError: A field of the table asks for something; the error names it.
+        InvalidRequest: A field of the table asks for something; the error names it.
     """
     kept = {}
     for name, value in body.items():

@@ -167,7 +167,7 @@ def test_the_handle_client(app: App) -> None:
     over_http = complete(app, return_token_ids=True).json()["choices"][0]
     assert list(whole.token_ids) == over_http["token_ids"]
     assert whole.text == over_http["text"]
-    assert whole.usage["completion_tokens"] == 16
+    assert whole.num_output_tokens == 16
     runs = client.stream(messages=MESSAGES, max_tokens=400, ignore_eos=True)
     next(runs)
     runs.close()

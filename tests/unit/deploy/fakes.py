@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ class ScriptedEngine:
         self.run_length = run_length
         self.requests: list[GenerateRequest] = []
         self.closed: list[str] = []
+        self.ended = threading.Event()
         # attempt number -> (runs to deliver first, exception)
         self.failures: dict[int, tuple[int, Exception]] = {}
         self.error: str | None = None
@@ -90,6 +92,7 @@ class ScriptedEngine:
                 raise failure
         finally:
             self.closed.append(request.request_id)
+            self.ended.set()
 
     @staticmethod
     def _logprobs(

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
-from actors.errors import PromptTooLong, QueueFull
+from actors.errors import InvalidRequest, PromptTooLong, QueueFull
 from deploy.client import Client
-from deploy.openai.errors import ApiError
+from deploy.failures import RequestAborted
 from tests.tiny import write_tiny_config
 from tests.unit.deploy.fakes import ScriptedEngine
 
@@ -18,40 +17,68 @@ def client(engine: ScriptedEngine, tmp_path: Path) -> Client:
     return Client(engine=engine)
 
 
-def test_generate(client: Client, engine: ScriptedEngine) -> None:
+def test_a_whole_answer_is_one_run(client: Client, engine: ScriptedEngine) -> None:
     made = client.generate("hi", max_tokens=5, temperature=0, stop=["x"])
     assert (made.text, made.finish_reason) == ("Hello", "length")
     assert bytes(made.token_ids) == b"Hello" and len(made.accepted) == 5
-    assert made.usage["completion_tokens"] == 5
-    assert engine.requests[0].stop == ("x",)
+    assert made.num_output_tokens == 5 and made.speculation.num_drafts == 2
+    assert engine.requests[0].stop == ("x",) and engine.requests[0].seed is not None
 
 
-def test_token_ids_and_conversations(client: Client, engine: ScriptedEngine) -> None:
-    client.generate([1, 2, 3], max_tokens=2)
+def test_prompts_are_text_token_ids_or_conversations(
+    client: Client, engine: ScriptedEngine
+) -> None:
+    client.generate([1, 2, 3], max_tokens=2, stop="x")
     assert engine.requests[0].prompt_token_ids == [1, 2, 3]
     engine.prompt_len = None
     client.generate(messages=[{"role": "user", "content": "hi"}])
     assert len(engine.requests[1].prompt_token_ids) == 5
 
 
-def test_stream_and_leave(client: Client, engine: ScriptedEngine) -> None:
+def test_leaving_a_stream_ends_the_request(client: Client, engine: ScriptedEngine) -> None:
     engine.delay_s = 0.01
     runs = client.stream("hi", max_tokens=11)
     assert next(runs).text == "Hel"
     runs.close()
-    deadline = time.monotonic() + 2
-    while not engine.closed and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert engine.closed
+    assert engine.ended.wait(2)
 
 
-def test_mistakes(client: Client, engine: ScriptedEngine) -> None:
-    with pytest.raises(ApiError, match="max_token"):
-        client.generate("hi", max_token=5)
+def test_closing_the_client_cuts_its_streams(client: Client, engine: ScriptedEngine) -> None:
+    engine.delay_s = 0.05
+    runs = client.stream("hi")
+    next(runs)
+    client.close()
+    with pytest.raises(ConnectionError, match="closed"):
+        list(runs)
+    assert engine.ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_token": 5}, "max_token"),
+        ({"temperature": "hot"}, "temperature.*hot"),
+        ({"top_p": 0}, "top_p.*0"),
+        ({"stop": ["a"] * 17}, "at most 16"),
+        ({"max_tokens": 500}, "max_tokens is 500.*128"),
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens.*9.*4"),
+    ],
+)
+def test_a_wrong_field_is_named(client: Client, fields: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        client.generate("hi", **fields)
+
+
+def test_what_cannot_be_answered_is_an_error(client: Client, engine: ScriptedEngine) -> None:
     with pytest.raises(ValueError, match="either"):
         client.generate()
+    with pytest.raises(InvalidRequest, match="rolle"):
+        client.generate(messages=[{"rolle": "user", "content": "hi"}])
     with pytest.raises(PromptTooLong):
         client.generate("x" * 300)
-    engine.failures = {len(engine.requests): (0, QueueFull(1, 1, 1))}
+    engine.failures = {0: (0, QueueFull(1, 1, 1))}
     with pytest.raises(QueueFull):
+        client.generate("hi")
+    engine.error = "its own trouble"
+    with pytest.raises(RequestAborted, match="its own trouble"):
         client.generate("hi")

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from actors.errors import EngineDead
-from actors.requests import FinishReason, GenerateRequest, RunOutput
+from actors.requests import GenerateRequest, RunOutput
 from actors.startup.launch import Replica
 from actors.stats import EngineStats
 from actors.verifier.engine import EngineStatus
@@ -30,16 +30,11 @@ class FakeEngine:
         self.counters = EngineStats()
         self.knobs: list[tuple[bool, int | None]] = []
         self.closed = False
-        self.error: str | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[RunOutput]:
         try:
             for n in range(5):
-                reason = FinishReason.ABORT if self.error else None
-                yield RunOutput(
-                    request.request_id, (n,), "x", (False,), None, 1, 0, n + 1, reason, None,
-                    error=self.error,
-                )  # fmt: skip
+                yield RunOutput(request.request_id, (n,), "x", (False,), None, 1, 0, n + 1)
                 await asyncio.sleep(0)
         finally:
             self.closed = True
@@ -106,7 +101,9 @@ def test_the_snapshot_has_every_metric_of_the_table(deployment: Engine) -> None:
     assert not missing
 
 
-def test_health(deployment: Engine, replica: FakeReplica) -> None:
+def test_a_stale_and_a_broken_engine_are_unhealthy(
+    deployment: Engine, replica: FakeReplica
+) -> None:
     asyncio.run(deployment.check_health())
     replica.engine.since = STALE_STEP_S + 1
     with pytest.raises(EngineDead, match="no step was completed"):
@@ -117,7 +114,9 @@ def test_health(deployment: Engine, replica: FakeReplica) -> None:
     assert "rank 0" in asyncio.run(deployment.report()).reason
 
 
-def test_knobs(deployment: Engine, replica: FakeReplica) -> None:
+def test_runtime_knobs_reach_the_engine_and_wrong_ones_are_refused(
+    deployment: Engine, replica: FakeReplica
+) -> None:
     deployment.reconfigure({"speculation_enabled": False})
     deployment.reconfigure({"max_speculative_tokens": 2})
     deployment.reconfigure(None)
@@ -138,19 +137,6 @@ def test_leaving_a_stream_closes_it_at_once(deployment: Engine, replica: FakeRep
     asyncio.run(go())
 
 
-def test_a_request_that_ends_with_its_engine_can_go_elsewhere(
-    deployment: Engine, replica: FakeReplica
-) -> None:
-    async def go() -> list[RunOutput]:
-        return [run async for run in deployment.generate(GenerateRequest("r", [1]))]
-
-    replica.engine.error = "request r: its own trouble"
-    assert asyncio.run(go())[0].error == "request r: its own trouble"
-    replica.engine.healthy = False
-    with pytest.raises(EngineDead, match="rank 0"):
-        asyncio.run(go())
-
-
 def test_drafts_that_are_never_accepted_are_reported_once(
     deployment: Engine, replica: FakeReplica, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,7 +153,7 @@ def test_drafts_that_are_never_accepted_are_reported_once(
     assert len(warnings) == 1
 
 
-def test_describe_is_json(deployment: Engine) -> None:
+def test_the_description_is_json_without_the_checkpoint_s_config(deployment: Engine) -> None:
     import json
 
     facts = asyncio.run(deployment.describe())

@@ -49,7 +49,7 @@ def error_of(answer) -> dict:
 # --- whole answers -----------------------------------------------------------------------------
 
 
-def test_chat_answer(connect: Connect) -> None:
+def test_a_chat_answer_has_the_public_shape_and_counts(connect: Connect) -> None:
     answer = post(connect, "/v1/chat/completions", CHAT)
     assert answer.status_code == 200
     body = answer.json()
@@ -85,7 +85,7 @@ def test_chat_answer(connect: Connect) -> None:
     }
 
 
-def test_completion_answer_with_a_limit(connect: Connect) -> None:
+def test_a_completion_ends_at_its_limit(connect: Connect) -> None:
     body = post(connect, "/v1/completions", {**PLAIN, "max_tokens": 5}).json()
     assert body["object"] == "text_completion"
     assert body["choices"][0]["text"] == "Hello"
@@ -135,7 +135,7 @@ def stream(connect: Connect, path: str, body: dict, **kwargs) -> list[str]:
     return sse(answer.text)
 
 
-def test_chat_stream_transcript(connect: Connect) -> None:
+def test_a_chat_stream_chunk_by_chunk(connect: Connect) -> None:
     events = stream(
         connect, "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}
     )
@@ -156,7 +156,7 @@ def test_chat_stream_transcript(connect: Connect) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 11
 
 
-def test_completion_stream_transcript(connect: Connect) -> None:
+def test_a_completion_stream_chunk_by_chunk(connect: Connect) -> None:
     events = stream(connect, "/v1/completions", {**PLAIN, "max_tokens": 5})
     chunks = [json.loads(event) for event in events[:-1]]
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Hel", "lo", ""]
@@ -268,7 +268,7 @@ def test_chat_logprobs_follow_the_public_schema(connect: Connect, engine: Script
     assert set(content[0]["top_logprobs"][0]) == {"token", "logprob", "bytes"}
 
 
-def test_chat_logprobs_without_top(connect: Connect) -> None:
+def test_chat_logprobs_without_top_logprobs_list_none(connect: Connect) -> None:
     content = post(connect, "/v1/chat/completions", {**CHAT, "logprobs": True}).json()["choices"][
         0
     ]["logprobs"]["content"]
@@ -338,20 +338,37 @@ def test_a_long_prompt_is_400_with_both_numbers(connect: Connect) -> None:
     assert "500" in error["message"] and "128" in error["message"]
 
 
-def test_more_drafts_than_the_server_allows_is_400_with_both_numbers(connect: Connect) -> None:
-    answer = post(
-        connect, "/v1/completions", {**PLAIN, "speculation": {"num_speculative_tokens": 9}}
-    )
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 500}, "max_tokens"),
+        ({"max_completion_tokens": 500}, "max_completion_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"logprobs": True, "top_logprobs": 6}, "top_logprobs"),
+        ({"speculation": {"num_speculative_tokens": 9}}, "speculation.num_speculative_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_what_an_engine_would_refuse_is_400_under_the_name_the_client_wrote(
+    connect: Connect, engine: ScriptedEngine, fields: dict, param: str
+) -> None:
+    answer = post(connect, "/v1/chat/completions", {**CHAT, **fields})
     error = error_of(answer)
-    assert (answer.status_code, error["param"]) == (400, "speculation.num_speculative_tokens")
-    assert "9" in error["message"] and "4" in error["message"]
-
-
-def test_more_logprobs_than_the_server_allows(connect: Connect) -> None:
-    answer = post(connect, "/v1/completions", {**PLAIN, "logprobs": 6})
-    assert error_of(answer)["param"] == "logprobs"
-    answer = post(connect, "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 6})
-    assert error_of(answer)["param"] == "top_logprobs"
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert f"{param}" in error["message"]
+    assert not engine.requests
 
 
 def test_token_ids_outside_the_vocabulary(connect: Connect) -> None:
@@ -424,7 +441,7 @@ def test_a_request_that_takes_too_long_is_408(connect: Connect, engine: Scripted
 # --- keys ---------------------------------------------------------------------------------------
 
 
-def test_keys(connect: Connect) -> None:
+def test_only_known_api_keys_get_in_and_probes_need_none(connect: Connect) -> None:
     keys = {"api_keys": ("one", "two")}
     for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Basic one"},
                     {"Authorization": "Bearer "}):  # fmt: skip
@@ -443,7 +460,7 @@ def test_keys(connect: Connect) -> None:
 # --- the other routes ---------------------------------------------------------------------------
 
 
-def test_models(connect: Connect) -> None:
+def test_the_served_model_is_listed_and_found_by_name(connect: Connect) -> None:
     async def go() -> list[dict]:
         # One server: `created` is when it started.
         async with connect() as client:
@@ -455,7 +472,7 @@ def test_models(connect: Connect) -> None:
     assert error_of(get(connect, "/v1/models/org/other"))["code"] == "model_not_found"
 
 
-def test_tokenize_and_back(connect: Connect) -> None:
+def test_text_is_tokenized_and_back(connect: Connect) -> None:
     body = post(connect, "/tokenize", {"prompt": "hé", "return_token_strs": True}).json()
     assert body["tokens"] == list("hé".encode()) and body["count"] == 3
     assert body["max_model_len"] == 128 and len(body["token_strs"]) == 3
@@ -466,7 +483,7 @@ def test_tokenize_and_back(connect: Connect) -> None:
     assert error_of(post(connect, "/detokenize", {"tokens": [9999]}))["param"] == "tokens"
 
 
-def test_health(connect: Connect, engine: ScriptedEngine) -> None:
+def test_health_needs_one_healthy_replica(connect: Connect, engine: ScriptedEngine) -> None:
     assert get(connect, "/health").status_code == 200
     engine.health = [ReplicaReport("a", "", {}), ReplicaReport("b", "WorkerLost", {})]
     answer = get(connect, "/health")
@@ -479,6 +496,6 @@ def test_health(connect: Connect, engine: ScriptedEngine) -> None:
     assert answer.status_code == 503 and "no engine" in answer.json()["reason"]
 
 
-def test_server_info(connect: Connect) -> None:
+def test_server_info_shows_one_engine_s_facts(connect: Connect) -> None:
     body = get(connect, "/server_info").json()
     assert body["lossless"] is True and body["served"]["name"] == "tiny"

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from actors.errors import EngineDead, InvalidRequest, QueueFull
+from actors.errors import EngineDead, InvalidRequest, QueueFull, RequestLost
 from actors.requests import FinishReason, GenerateRequest, RunOutput
 from deploy.recovery import RecoveryPolicy, generate_with_recovery
 from deploy.text import TextProcessor
@@ -104,15 +104,19 @@ def test_speculation_counters_add_up(text: TextProcessor) -> None:
     assert runs[-1].speculation.num_accepted_tokens == 5
 
 
-def test_a_request_that_kills_every_engine_is_given_up(text: TextProcessor) -> None:
+@pytest.mark.parametrize("loss", [(1, ActorDiedError()), (0, RequestLost("WorkerLost"))])
+def test_a_request_that_ends_every_engine_is_given_up(
+    text: TextProcessor, loss: tuple[int, Exception]
+) -> None:
+    """After its first token, or in its prefill with the engine's word that it had begun."""
     engine = ScriptedEngine("a" * 100, 1)
-    engine.failures = {n: (1, ActorDiedError()) for n in range(50)}
+    engine.failures = dict.fromkeys(range(50), loss)
     with pytest.raises(EngineDead, match="3 lost engines"):
         collect(engine, text)
     assert len(engine.requests) == 3
 
 
-def test_waiting_for_a_replica_is_bounded(text: TextProcessor) -> None:
+def test_waiting_for_a_replica_that_takes_the_request_is_bounded(text: TextProcessor) -> None:
     engine = ScriptedEngine("abc")
     engine.failures = {n: (0, EngineDead("down")) for n in range(10_000)}
     with pytest.raises(EngineDead, match="down"):
@@ -121,7 +125,7 @@ def test_waiting_for_a_replica_is_bounded(text: TextProcessor) -> None:
 
 def test_other_errors_are_not_retried(text: TextProcessor) -> None:
     engine = ScriptedEngine("abc")
-    for error in (InvalidRequest("no"), QueueFull(1, 1, 1), RuntimeError("bug")):
+    for error in (InvalidRequest("no"), QueueFull(1, 1, 1), RuntimeError("bug"), TimeoutError()):
         engine.requests, engine.failures = [], {0: (0, error)}
         with pytest.raises(type(error)):
             collect(engine, text)

@@ -4,18 +4,16 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from actors.errors import LoadError
-from deploy.openai.errors import ApiError
-from deploy.openai.protocol import Message
-from deploy.text import TextProcessor, TokenBytes
+from actors.errors import InvalidRequest, LoadError
+from deploy.text import Conversation, Message, TextProcessor, TokenBytes
 from tests.tiny import byte_tokenizer
 
 
 def render(text: TextProcessor, *turns: dict, **kwargs) -> str:
-    return text.decode(text.render_chat([Message(**turn) for turn in turns], **kwargs))
+    return text.decode(text.ids_of(Conversation([Message(**turn) for turn in turns], **kwargs)))
 
 
-def test_chat_template(text: TextProcessor) -> None:
+def test_turns_are_rendered_by_the_model_s_chat_template(text: TextProcessor) -> None:
     turns = (
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -40,32 +38,41 @@ def test_chat_template(text: TextProcessor) -> None:
          "messages[0].content[0].b"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "wizard", "content": "x"}, "messages[0].role"),
     ],
 )  # fmt: skip
 def test_what_is_not_text_is_refused_by_name(text: TextProcessor, turn: dict, param: str) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         render(text, turn)
-    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.param == param
+
+
+def test_an_empty_conversation_and_one_that_cannot_be_continued(text: TextProcessor) -> None:
+    with pytest.raises(InvalidRequest, match="'messages' is empty"):
+        render(text)
+    with pytest.raises(InvalidRequest, match="not an assistant's") as caught:
+        render(text, {"role": "user", "content": "a"}, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
 
 
 def test_a_conversation_the_template_refuses(text: TextProcessor) -> None:
-    with pytest.raises(ApiError, match="must come first"):
+    with pytest.raises(InvalidRequest, match="must come first"):
         render(text, {"role": "user", "content": "a"}, {"role": "system", "content": "b"})
 
 
-def test_a_model_without_template() -> None:
+def test_a_model_without_a_chat_template_refuses_conversations() -> None:
     plain = TextProcessor(byte_tokenizer(chat_template=False))
-    with pytest.raises(ApiError, match="no chat template"):
+    with pytest.raises(InvalidRequest, match="no chat template"):
         render(plain, {"role": "user", "content": "a"})
 
 
-def test_reserved_template_arguments(text: TextProcessor) -> None:
-    with pytest.raises(ApiError) as caught:
+def test_template_arguments_the_server_sets_are_refused(text: TextProcessor) -> None:
+    with pytest.raises(InvalidRequest) as caught:
         render(text, {"role": "user", "content": "a"}, template_kwargs={"tokenize": True})
     assert caught.value.param == "chat_template_kwargs.tokenize"
 
 
-def test_missing_tokenizer(tmp_path) -> None:
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path) -> None:
     with pytest.raises(LoadError, match="no tokenizer"):
         TextProcessor.load(str(tmp_path))
 
@@ -91,7 +98,7 @@ def test_bytes_of_a_sentencepiece_like_vocabulary() -> None:
     assert token_bytes(99) == b""
 
 
-def test_special_tokens(text: TextProcessor) -> None:
+def test_special_tokens_are_known_and_have_their_text(text: TextProcessor) -> None:
     assert text.token_bytes.is_special(257)
     assert not text.token_bytes.is_special(65)
     assert text.token_bytes(257) == b"<|eos|>"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from actors.draft.drafters.ngram import NgramDrafter
-from actors.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull
+from actors.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull, RequestLost
 from actors.requests import FinishReason, RunOutput
 from actors.steps.client import InProcessStepClient
 from actors.steps.messages import INVALID_SAMPLE
@@ -789,6 +789,20 @@ def test_a_broken_target_fails_requests_and_health():
     with pytest.raises(EngineDead, match="the target broke"):
         engine.add_request(fakes.request("late", PROMPT), print)
     engine.stop()
+    engine.stop()
+
+
+def test_a_stream_on_an_engine_that_breaks_says_that_the_request_is_not_at_fault():
+    limits = fakes.make_limits(0)
+    target = fakes.ScriptedTarget(limits, SCRIPT)
+    target.fail_at = 4
+    engine = VerifierEngine(limits, InProcessStepClient(target))
+
+    async def read():
+        return [out async for out in engine.generate(fakes.request("a", PROMPT, max_tokens=40))]
+
+    with pytest.raises(RequestLost, match="the target broke"):
+        asyncio.run(read())
     engine.stop()
 
 
