@@ -1,6 +1,6 @@
 """A replica's seat in its gang: Serve names rank and gang, and here the ranks find each other.
 
-Rank 0 runs the coordinator of `parallel.data_parallel` and leaves its address in the cluster's
+Rank 0 runs the coordinator of `parallel.gang` and leaves its address in the cluster's
 key-value store, under the gang's id; a restarted gang has a new one. Nothing of it is needed, or
 started, unless the ranks must agree on K or share experts.
 """
@@ -15,7 +15,8 @@ from typing import Any, Final
 import msgpack
 
 from actors.errors import WorkerLost
-from parallel.data_parallel import Coordinator, GangMember
+from parallel.gang.coordinator import Coordinator
+from parallel.gang.member import GangMember
 from parallel.transport.frames import TransportError, TransportTimeout
 from parallel.transport.tcp import TcpAddress
 from specconfig.engine import EngineConfig

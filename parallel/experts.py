@@ -5,7 +5,7 @@ of all replicas: rank t of replica d holds part d * T + t of D * T. Attention st
 own. In a layer, the rows of all replicas are gathered to every rank (padded to the most rows that
 any has), each rank computes its experts for them, and the sums go back to the rows' owners: first
 over replicas, then over the replica's tensor-parallel ranks. Replicas therefore run as many
-forwards as each other (lockstep, see `parallel.data_parallel`).
+forwards as each other (lockstep, see `parallel.gang`).
 """
 
 from __future__ import annotations

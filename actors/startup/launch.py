@@ -24,10 +24,10 @@ from actors.startup.nodes import ReplicaNodes
 from actors.startup.preflight import build_lookup_drafter, check_supported, load_tokenizer, size_kv
 from actors.startup.shell import Draft, RoleShell, Target
 from actors.steps.client import SocketStepClient
-from actors.steps.protocols import GangLike
 from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
+from parallel.gang.member import GangMember
 from parallel.placement import ReplicaPlacement, RolePlacement, pack_strategy, place_replica
 from parallel.topology import Rendezvous, TopologyError, check_unique_devices
 from parallel.transport.frames import TransportError
@@ -59,7 +59,7 @@ class Replica:
         group: PlacementGroup,
         owns_group: bool,
         first_bundle: int = 0,
-        gang: GangLike | None = None,
+        gang: GangMember | None = None,
     ) -> None:
         self.config = config
         self._gang = gang
@@ -91,7 +91,7 @@ class Replica:
         config: EngineConfig,
         group: PlacementGroup | None = None,
         first_bundle: int = 0,
-        gang: GangLike | None = None,
+        gang: GangMember | None = None,
     ) -> Replica:
         """Start a replica on `group`, or on a group of its own. Blocks until it can serve.
 

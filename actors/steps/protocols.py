@@ -97,44 +97,6 @@ class StepClient(Protocol):
         """End the workers' loops. Idempotent."""
 
 
-class TurnLike(Protocol):
-    """What a data-parallel rank does next: a step whose K follows `batch`, or a dummy step."""
-
-    @property
-    def batch(self) -> int: ...
-    @property
-    def is_dummy(self) -> bool: ...
-
-
-class GangLike(Protocol):
-    """The other data-parallel ranks, as the step loop sees them (`parallel.data_parallel`)."""
-
-    num_unanswered: int
-    rank: int
-
-    def share(self, value: bytes | None, timeout_s: float) -> bytes:
-        """What rank 0 says to all. Before the first turn, and once."""
-
-    def check(self) -> None:
-        """Raise when the gang has fallen apart; takes no time. For waits before the first turn."""
-
-    @property
-    def is_lockstep(self) -> bool:
-        """Whether every rank must run as many forwards as the others."""
-
-    def next_turn(self, batch: int) -> TurnLike | None:
-        """Agree on the next step, of `batch` requests here. None: no agreement, static K."""
-
-    def idle(self) -> None:
-        """There is no work here: the others need not wait."""
-
-    def wait_idle(self, timeout_s: float) -> TurnLike | None:
-        """Lockstep: the dummy step that an idle rank must run now, if one comes in time."""
-
-    def close(self) -> None:
-        """Leave."""
-
-
 class LookupDrafter(ABC):
     """A drafter that needs tokens only and runs in the verifier's process. The base of each.
 

@@ -14,11 +14,12 @@ from actors.acceptance.base import AcceptanceMethod
 from actors.errors import EngineDead, InvalidRequest, QueueFull, RequestLost
 from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats, Snapshot
-from actors.steps.protocols import GangLike, LookupDrafter, MaskSource, StepClient
+from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
 from actors.verifier.admission import admit
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop
 from actors.verifier.request import Request, Sink
+from parallel.gang.member import GangMember
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class VerifierEngine:
         accept: AcceptanceMethod | None = None,
         step_timeout_s: float = 60.0,
         generation: int = 0,
-        gang: GangLike | None = None,
+        gang: GangMember | None = None,
         mask_source: MaskSource | None = None,
     ) -> None:
         self.limits = limits

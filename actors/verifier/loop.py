@@ -19,12 +19,13 @@ from actors.requests import FinishReason, RunOutput, SpeculationStats, TokenLogp
 from actors.sampling.uniforms import ACCEPT_STREAM, uniforms
 from actors.stats import EngineStats
 from actors.steps.messages import INVALID_SAMPLE, Int32Array, RowStats, Stat, token_array
-from actors.steps.protocols import GangLike, LookupDrafter, MaskSource, StepClient
+from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
 from actors.verifier.drafts import legal_prefix
 from actors.verifier.finish import decode_run, end_run
 from actors.verifier.limits import EngineLimits
 from actors.verifier.request import Request, RequestStatus
 from actors.verifier.scheduler import ScheduledRequest, ScheduledStep, Scheduler
+from parallel.gang.member import GangMember
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class StepLoop:
         accept: AcceptanceMethod | None = None,
         step_timeout_s: float = 60.0,
         generation: int = 0,
-        gang: GangLike | None = None,
+        gang: GangMember | None = None,
         mask_source: MaskSource | None = None,
     ) -> None:
         self._limits = limits
@@ -148,7 +149,7 @@ class StepLoop:
 
     # --- data parallelism -------------------------------------------------------------------
 
-    def _agree(self, gang: GangLike) -> None:
+    def _agree(self, gang: GangMember) -> None:
         """Have K follow the largest batch of the next step among the ranks."""
         started = time.monotonic()
         turn = gang.next_turn(self.scheduler.next_batch())

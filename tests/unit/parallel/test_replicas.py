@@ -18,8 +18,9 @@ from actors.steps.client import SocketStepClient
 from actors.target.actor import TargetActor
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
-from parallel.data_parallel import Coordinator, GangMember
 from parallel.experts import ExpertShare
+from parallel.gang.coordinator import Coordinator
+from parallel.gang.member import GangMember
 from parallel.groups import join_group
 from parallel.topology import Rendezvous
 from parallel.transport.socket import FrameListener, SocketDir

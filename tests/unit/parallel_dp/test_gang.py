@@ -15,7 +15,8 @@ from actors.steps.protocols import Proposal, Verified
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop
-from parallel.data_parallel import Coordinator, GangMember, Turn
+from parallel.gang.coordinator import Coordinator
+from parallel.gang.member import GangMember, Turn
 from parallel.transport.frames import TransportError
 from tests.unit.engine import fakes
 

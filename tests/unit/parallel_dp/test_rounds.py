@@ -2,7 +2,7 @@
 
 import random
 
-from parallel.data_parallel import Rounds
+from parallel.gang.rounds import Rounds
 
 
 def rounds(size=2, delay=0.005, lockstep=False):
