@@ -233,7 +233,7 @@ def _renamed(request: GenerateRequest, suffix: str) -> GenerateRequest:
 
 
 def test_context_end_every_length(models: tuple[Path, Path]) -> None:
-    """CTX-1: prompts up to the last position, every K: finish at the limit, the next one fine."""
+    """Prompts up to the last position, every K: finish at the limit, the next one fine."""
     for k in (1, 4, 8):
         for spec in (NGRAM, OTHER):
             eng = engine(

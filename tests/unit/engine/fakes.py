@@ -405,7 +405,7 @@ class Collected:
         return self.runs[-1]
 
     def check(self) -> None:
-        """METRIC-1 within one request."""
+        """Tokens, flags and log-probabilities of one request agree."""
         assert self.last.num_output_tokens == len(self.token_ids)
         for run in self.runs:
             assert len(run.accepted) == len(run.token_ids)

@@ -6,13 +6,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from actors.acceptance.base import Verdict
 from actors.draft.drafters.ngram import NgramDrafter
 from actors.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull, RequestLost
 from actors.requests import FinishReason, RunOutput
+from actors.sampling.uniforms import ACCEPT_STREAM, uniforms
 from actors.steps.client import InProcessStepClient
-from actors.steps.messages import INVALID_SAMPLE
+from actors.steps.messages import INVALID_SAMPLE, RowMasks, Stat, token_array
 from actors.verifier.engine import VerifierEngine
 from tests.unit.engine import fakes
 from tests.unit.engine.test_text import BYTES
@@ -65,7 +68,7 @@ def wait_idle(engine, timeout_s=5.0):
 
 
 def check_metrics(stats):
-    """METRIC-3."""
+    """Counters agree with each other."""
     per_pos = stats.num_accepted_tokens_per_pos
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
     assert sum(per_pos) == stats.num_accepted_tokens
@@ -149,7 +152,7 @@ def test_golden_metrics():
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_stop_1_eos_at_every_index(engines, k):
+def test_eos_ends_a_run_at_every_index(engines, k):
     body = fakes.plain(SCRIPT, PROMPT, 14)
     for j in range(1, 13):
         at = body.index(body[j])
@@ -164,7 +167,7 @@ def test_stop_1_eos_at_every_index(engines, k):
 
 @pytest.mark.parametrize("name", ["perfect", "mixed"])
 @pytest.mark.parametrize("k", range(7))
-def test_stop_5_and_metric_1_budget_is_exact(engines, k, name):
+def test_max_tokens_and_its_counts_are_exact(engines, k, name):
     engine = engines(k, GUESSES[name](SCRIPT), eos_token_ids=())
     for max_tokens in range(1, 13):
         before = engine.stats.num_output_tokens
@@ -179,7 +182,7 @@ def test_stop_5_and_metric_1_budget_is_exact(engines, k, name):
 
 
 @pytest.mark.parametrize("k", range(7))
-def test_stop_3_min_tokens_is_exact(engines, k):
+def test_min_tokens_is_exact(engines, k):
     script = fakes.cycle([fakes.EOS])
     for stop_ids in ((), (7,)):
         engine = engines(
@@ -196,7 +199,7 @@ def test_stop_3_min_tokens_is_exact(engines, k):
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("k", [0, 3, 8])
-def test_stop_7_stop_string_anywhere_in_a_run(engines, k, include):
+def test_a_stop_string_ends_anywhere_in_a_run(engines, k, include):
     ids = BYTES.encode("aa<END>bb\u4f60\u597d" + "c" * 60).ids
     prompt = BYTES.encode("p").ids
     script = fakes.fixed(len(prompt), ids)
@@ -219,7 +222,7 @@ def test_stop_7_stop_string_anywhere_in_a_run(engines, k, include):
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_stop_9_ignore_eos(engines, k):
+def test_ignore_eos_goes_on(engines, k):
     script = fakes.cycle([fakes.EOS, 1, fakes.EOS])
     engine = engines(k, fakes.perfect(script), script=script)
     got = one(engine, [5] * 3, max_tokens=20, ignore_eos=True)
@@ -227,7 +230,7 @@ def test_stop_9_ignore_eos(engines, k):
     assert got.last.finish_reason == FinishReason.LENGTH
 
 
-def test_stop_10_streams_have_one_end_and_the_first_token_alone(engines):
+def test_streams_have_one_end_and_the_first_token_alone(engines):
     engine = engines(4, fakes.perfect(SCRIPT))
     got = one(engine, max_tokens=30)
     assert [run.finish_reason is not None for run in got.runs] == [False] * (len(got.runs) - 1) + [
@@ -613,7 +616,7 @@ def test_life_1_nothing_leaks(engines, block_size, own_kv):
 
 
 def test_n_gram_drafts_only_from_its_own_request(engines):
-    """PROP-1: state is per request and gone after it."""
+    """State is per request and gone after it."""
     script = fakes.cycle([3, 4, 5, 6])
     limits = fakes.make_limits(4)
     drafter = NgramDrafter(1, 3)
@@ -854,10 +857,10 @@ def test_seeds_are_drawn_once_and_survive_preemption(engines):
     seen = {}
     run = engine.target.run
 
-    def spy(plan, drafts):
+    def spy(plan, *args):
         for params in plan.admissions:
             seen.setdefault(params.slot, []).append(params.seed)
-        return run(plan, drafts)
+        return run(plan, *args)
 
     engine.target.run = spy
     schedule = engine._loop.scheduler.schedule
@@ -888,19 +891,20 @@ def test_status_and_snapshot_are_plain_numbers(engines):
     assert snapshot["step_time_s"]["count"] == snapshot["num_steps"]
 
 
-def test_losg_5_logits_that_are_not_numbers_fail_their_request_only(engines):
+def test_logits_that_are_not_numbers_fail_their_request_only(engines):
     engine = engines(2, fakes.perfect(SCRIPT))
     honest = engine.target.run
 
-    def poisoned(plan, drafts):
-        result = honest(plan, drafts)
-        row = 0
-        sampled = result.sampled.copy()
-        for entry, count in zip(plan.target, result.num_rows.tolist(), strict=True):
+    def poisoned(*args):
+        verified = honest(*args)
+        stats, row = verified.stats, 0
+        sampled = stats.sampled.copy()
+        for entry, count in zip(args[0].target, stats.num_rows.tolist(), strict=True):
             if count and engine.target.kv.slots[entry.slot].params.prompt_len == 4:
                 sampled[row] = INVALID_SAMPLE
             row += count
-        return replace(result, sampled=sampled)
+        columns = {**stats.columns, Stat.SAMPLED: sampled}
+        return replace(verified, stats=replace(stats, columns=columns))
 
     engine.target.run = poisoned
     bad, good = fakes.run_all(
@@ -909,3 +913,95 @@ def test_losg_5_logits_that_are_not_numbers_fail_their_request_only(engines):
     assert bad.last.finish_reason is FinishReason.ABORT
     assert "not numbers" in bad.last.error
     assert good.last.finish_reason is FinishReason.LENGTH and good.last.error is None
+
+
+def test_a_server_with_a_seed_gives_its_requests_the_same_seeds_again(engines):
+    def seeds(base):
+        engine = engines(0, seed=base)
+        seen = []
+        run = engine.target.run
+
+        def spy(plan, *args):
+            seen.extend(params.seed for params in plan.admissions)
+            return run(plan, *args)
+
+        engine.target.run = spy
+        for own in (None, None, 7):
+            one(engine, max_tokens=2, seed=own)
+        return seen
+
+    first, again, other, fresh = seeds(1), seeds(1), seeds(2), seeds(None)
+    assert first == again and first[2] == 7
+    assert len({*first[:2], *other[:2], *fresh[:2]}) == 6
+
+
+def test_a_lookup_drafter_hears_of_prompts_tokens_ends_and_scopes(engines):
+    # FakeLookup itself checks that it hears of every token, in steps with drafts or without.
+    engine = engines(3, fakes.mixed(SCRIPT))
+    off = one(engine, max_tokens=9, speculation_enabled=False, cache_salt="a")
+    on = one(engine, [7, 8], max_tokens=9, cache_salt="b")
+    wait_idle(engine)
+    assert engine.drafter.ended == [PROMPT + off.token_ids, [7, 8, *on.token_ids]]
+    assert list(engine.drafter.scopes.values()) == ["a", "b"]
+
+
+def test_requests_of_different_salts_share_no_cached_prefix(engines):
+    engine = engines(0)
+    prompt = list(range(20))
+    hits = [one(engine, prompt, cache_salt=salt).last.num_cached_tokens for salt in "aab"]
+    assert hits == [0, 16, 0]
+    with pytest.raises(InvalidRequest, match="cache_salt"):
+        one(engine, cache_salt="x" * 2000)
+
+
+class UniformRule:
+    """Accepts nothing; remembers what it was given."""
+
+    needs = frozenset({Stat.UNIFORM, Stat.LOGPROB})
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, rows):
+        self.seen.append(rows.columns[Stat.UNIFORM].tolist())
+        assert len(rows.columns[Stat.LOGPROB]) == len(rows.sampled) == len(self.seen[-1])
+        first = np.cumsum(rows.num_drafts + 1) - rows.num_drafts - 1
+        return Verdict(np.zeros(len(first), dtype=np.int32), rows.sampled[first])
+
+
+def test_an_acceptance_method_gets_its_columns_and_one_uniform_a_row():
+    limits = fakes.make_limits(2)
+    rule, drafter = UniformRule(), fakes.FakeLookup(fakes.perfect(SCRIPT))
+    target = fakes.ScriptedTarget(limits, SCRIPT)
+    engine = VerifierEngine(limits, InProcessStepClient(target), None, drafter, rule)
+    one(engine, max_tokens=4, seed=5)
+    engine.stop()
+    # Steps of 1, 3, 3 and, near the end, 1 row; each row by its own position and step.
+    sizes = [(1, 5), (3, 6), (2, 7), (1, 8)]
+    assert rule.seen == [
+        uniforms([5] * n, range(p, p + n), ACCEPT_STREAM, step).tolist()
+        for step, (n, p) in enumerate(sizes, 1)
+    ]
+
+
+def test_masks_of_two_phase_steps_hold_for_every_row(engines):
+    limits = fakes.make_limits(3)
+    asked = []
+
+    def masks(plan, drafts):
+        # Even tokens only, whatever was drafted.
+        rows = sum(entry.num_logits for entry in plan.target)
+        asked.append(rows)
+        bits = np.full((rows, 2), 0x55555555, dtype=np.uint32)
+        return RowMasks(token_array(range(rows)), bits)
+
+    engine = VerifierEngine(
+        limits,
+        InProcessStepClient(fakes.ScriptedTarget(limits, SCRIPT)),
+        drafter=fakes.FakeLookup(fakes.perfect(SCRIPT)),
+        mask_source=masks,
+    )
+    got = one(engine, max_tokens=30)
+    engine.stop()
+    assert len(got.token_ids) == 30 and all(token % 2 == 0 for token in got.token_ids)
+    assert max(asked) == 4 and got.last.speculation.num_accepted_tokens > 0

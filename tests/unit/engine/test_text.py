@@ -1,4 +1,4 @@
-"""Detokenising and stop strings under any grouping of tokens into runs (STREAM-3/4, STOP-7)."""
+"""Detokenising and stop strings under any grouping of tokens into runs."""
 
 import random
 
