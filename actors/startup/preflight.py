@@ -15,6 +15,7 @@ from typing import Any
 from actors.errors import LoadError
 from actors.kvcache.sizing import KVLayers, KVSizing, size_kv_cache
 from actors.steps.protocols import LookupDrafter
+from parallel.placement import DrafterHome, drafter_seat
 from specconfig.engine import EngineConfig
 from specconfig.model import ModelConfig
 
@@ -51,7 +52,8 @@ def import_drafter(config: EngineConfig) -> Any:
 
 def build_lookup_drafter(config: EngineConfig) -> LookupDrafter | None:
     """The drafter that lives in the verifier, or None when the config has none there."""
-    if config.drafter_host != "verifier":
+    seat = drafter_seat(config)
+    if seat is None or seat.home is not DrafterHome.VERIFIER:
         return None
     drafter: LookupDrafter = import_drafter(config).from_config(config)
     return drafter
@@ -59,11 +61,8 @@ def build_lookup_drafter(config: EngineConfig) -> LookupDrafter | None:
 
 def check_supported(config: EngineConfig) -> None:
     """Refuse, before anything is loaded, what this engine does not run."""
-    if config.drafter_host is None:
-        return
-    require_drafter(config)
-    if config.drafter_host == "target":
-        raise LoadError("drafters that run inside the target are not part of this version")
+    if config.speculative is not None:
+        require_drafter(config)
 
 
 def kv_layers(owner: str, model: ModelConfig, device_type: str) -> KVLayers:

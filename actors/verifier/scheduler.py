@@ -82,6 +82,7 @@ class Scheduler:
         self.group_batch: int | None = 0
         # False from the loss of a draft model until it is rebuilt.
         self.has_draft = limits.draft_has_own_kv
+        self.draft_generation = 0
 
     # --- queues -----------------------------------------------------------------------------
 
@@ -126,10 +127,11 @@ class Scheduler:
         for request in self.running:
             request.draft_len = 0
 
-    def restore_draft(self) -> None:
+    def restore_draft(self, generation: int | None = None) -> None:
         """A new draft model is there. It knows no slot, no block table and has no KV: running
         requests start over from their tokens, and cached blocks, which lack its part, are
-        forgotten."""
+        forgotten. `generation`: what plans call it; None: one more than the last."""
+        self.draft_generation = self.draft_generation + 1 if generation is None else generation
         while self.running:
             self.preempt_youngest()
         self.tables.forget_prefixes()
@@ -214,6 +216,7 @@ class Scheduler:
             (SlotParams(slot=slot, prompt_len=1, seed=0),),
             (BlockDelta(slot, 0, zero),),
             (TargetEntry(slot, 0, zero, 0, 0, 1),),
+            draft_generation=self.draft_generation,
         )
 
     def _fit(
@@ -342,8 +345,9 @@ class Scheduler:
                     rows = np.concatenate((rows, part.drafts))
                 target.append(TargetEntry(request.slot, start, rows, k, 0, num_logits))
         return StepPlan(
-            generation, self._step, tuple(admissions), tuple(blocks), tuple(target), tuple(draft)
-        )
+            generation, self._step, tuple(admissions), tuple(blocks), tuple(target), tuple(draft),
+            self.draft_generation,
+        )  # fmt: skip
 
     # --- after the step ---------------------------------------------------------------------
 
