@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from specconfig.engine import EngineConfig
 
@@ -35,10 +36,6 @@ class ReplicaPlacement:
     bundles: tuple[dict[str, float], ...]
     targets: tuple[RolePlacement, ...]
     drafts: tuple[RolePlacement, ...]
-
-    @property
-    def is_fused(self) -> bool:
-        return not self.drafts
 
     def shifted(self, first_bundle: int) -> ReplicaPlacement:
         """The same on a group where this replica's bundles begin at `first_bundle`: those of a
@@ -80,16 +77,54 @@ def pack_strategy(config: EngineConfig) -> str:
     return "STRICT_PACK" if config.parallel.strict_pack else "PACK"
 
 
-def num_draft_shares(config: EngineConfig) -> int:
-    """Processes that hold a whole draft each and divide the requests among them by slot.
+class DrafterHome(StrEnum):
+    """The process that a drafter lives in."""
 
-    An unsplit draft beside a split target would leave all devices but one idle while it drafts.
+    VERIFIER = "verifier"
+    TARGET = "target"
+    OWN = "own"
+
+
+@dataclass(frozen=True)
+class DrafterSeat:
+    """Where the drafter of one replica lives, and on how many ranks.
+
+    `num_parts`: ranks over which one drafter is split, 1 for a whole one. `num_shares`: processes
+    with a whole drafter each, which divide the requests by slot. `reads_target`: it is made with
+    the target's model and reads its states.
     """
-    parallel = config.draft_parallel
-    is_whole = parallel is not None and parallel.tensor_parallel_size == 1
-    if is_whole and config.draft_placement == "colocated":
-        return config.parallel.tensor_parallel_size
-    return 1
+
+    home: DrafterHome
+    num_parts: int = 1
+    num_shares: int = 1
+    reads_target: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.num_parts, self.num_shares)
+
+
+def drafter_seat(config: EngineConfig) -> DrafterSeat | None:
+    """The one place that says where a drafter lives; None without one.
+
+    An unsplit draft beside a split target would leave all devices but one idle while it drafts, so
+    colocated ones share the requests.
+    """
+    size = config.parallel.tensor_parallel_size
+    match config.drafter_host:
+        case None:
+            return None
+        case "verifier":
+            return DrafterSeat(DrafterHome.VERIFIER)
+        case "target":
+            return DrafterSeat(DrafterHome.TARGET, num_parts=size, reads_target=True)
+        case "draft":
+            parallel = config.draft_parallel
+            num_parts = parallel.tensor_parallel_size if parallel is not None else 1
+            if config.draft_placement == "fused":
+                return DrafterSeat(DrafterHome.TARGET, num_parts)
+            is_shared = num_parts == 1 and config.draft_placement == "colocated"
+            return DrafterSeat(DrafterHome.OWN, num_parts, size if is_shared else 1)
 
 
 def place_replica(config: EngineConfig, *, use_gpus: bool) -> ReplicaPlacement:
@@ -98,13 +133,11 @@ def place_replica(config: EngineConfig, *, use_gpus: bool) -> ReplicaPlacement:
     `use_gpus`: whether bundles ask Ray for one GPU each. Ray's fractions are bookkeeping too:
     memory on a shared device is divided by explicit byte budgets, not by Ray.
     """
-    has_draft_process = config.drafter_host == "draft" and config.draft_placement != "fused"
+    seat = drafter_seat(config)
+    has_draft_process = seat is not None and seat.home is DrafterHome.OWN
     is_dedicated = has_draft_process and config.draft_placement == "dedicated"
     num_targets = config.parallel.tensor_parallel_size
-    draft_parallel = config.draft_parallel
-    num_drafts = 0
-    if has_draft_process and draft_parallel is not None:
-        num_drafts = max(draft_parallel.tensor_parallel_size, num_draft_shares(config))
+    num_drafts = seat.num_ranks if seat is not None and has_draft_process else 0
     gpu = 1.0 if use_gpus else 0.0
     shares_device = has_draft_process and not is_dedicated
     target_gpu = gpu * (config.runtime.target_gpu_fraction if shares_device else 1.0)

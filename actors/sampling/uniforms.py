@@ -26,7 +26,7 @@ def uniforms(
     position = np.asarray(positions, dtype=np.int64).astype(np.uint64)
     key = _mix(seed + _GOLDEN)
     key = _mix(key ^ _mix(position * _GOLDEN + np.uint64(stream + 1)))
-    key = _mix(key ^ _mix(np.uint64(step) * _GOLDEN))
+    key = _mix(key ^ _mix(np.asarray([step], dtype=np.uint64) * _GOLDEN))
     drawn: npt.NDArray[np.float64]
     drawn = ((_mix(key) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return drawn

@@ -1,4 +1,4 @@
-"""A whole engine in one process, for tests, benchmarks and offline use. No Ray here;
+"""A whole engine in one process, for tests, benchmarks, training and offline use. No Ray here;
 `actors.startup.launch` does the same with actors."""
 
 from __future__ import annotations
@@ -8,17 +8,20 @@ from typing import Any
 import torch
 
 from actors.errors import LoadError
+from actors.startup.draft_watch import DraftWatch, Switch
 from actors.startup.preflight import (
+    build_acceptance,
     build_lookup_drafter,
     check_supported,
     load_tokenizer,
     size_kv,
 )
-from actors.startup.workers import build_draft_host, resolve_device
+from actors.startup.workers import ModelDrafter, build_drafter, free_device_bytes, resolve_device
 from actors.steps.client import InProcessStepClient
 from actors.target.runner import TargetRunner
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
+from parallel.placement import DrafterHome, drafter_seat
 from specconfig.engine import EngineConfig
 
 
@@ -36,20 +39,36 @@ def build_in_process(
     if config.runtime.num_threads:
         torch.set_num_threads(config.runtime.num_threads)
     target = TargetRunner(config, device)
-    draft = build_draft_host(config, device) if config.drafter_host == "draft" else None
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    loaded = {"target": target.kv_layers("target")}
-    if draft is not None:
-        loaded["draft"] = draft.kv_layers("draft")
-    sizing = size_kv(config, device.type, free, loaded)
-    for host in (target, draft):
-        if host is not None:
-            host.allocate(sizing.num_blocks)
-            if warm_up:
-                host.warm_up()
-    return VerifierEngine(
+    seat = drafter_seat(config)
+    is_computed = seat is not None and seat.home is not DrafterHome.VERIFIER
+    drafter = build_drafter(config, device, None, target.host) if is_computed else None
+    loaded = {"target": target.host.kv_layers("target")}
+    if drafter is not None:
+        loaded["draft"] = drafter.kv_layers("draft")
+    sizing = size_kv(config, device.type, free_device_bytes(device), loaded)
+
+    def ready(host: ModelDrafter | Any) -> None:
+        host.allocate(sizing.num_blocks)
+        if warm_up:
+            host.warm_up()
+
+    ready(target.host)
+    if drafter is not None:
+        ready(drafter)
+    client = InProcessStepClient(target, drafter)
+    engine = VerifierEngine(
         EngineLimits.from_config(config, sizing.num_blocks),
-        InProcessStepClient(target, draft),
+        client,
         tokenizer if tokenizer is not None else load_tokenizer(config),
         build_lookup_drafter(config),
+        build_acceptance(config),
     )
+
+    def rebuild(generation: int) -> Switch:
+        new = build_drafter(config, device, None, target.host)
+        ready(new)
+        return lambda: client.replace_drafter(new, generation)
+
+    if is_computed:
+        DraftWatch(engine, rebuild)  # ends with the engine
+    return engine

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -18,29 +19,52 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.errors import LoadError, WorkerLost
+from actors.errors import EngineDead, LoadError, WorkerLost
 from actors.kvcache.sizing import KVLayers, KVSizing
+from actors.startup.draft_watch import DraftWatch, Switch
 from actors.startup.nodes import ReplicaNodes
-from actors.startup.preflight import build_lookup_drafter, check_supported, load_tokenizer, size_kv
-from actors.startup.shell import Draft, RoleShell, Target
+from actors.startup.preflight import (
+    build_acceptance,
+    build_lookup_drafter,
+    check_supported,
+    load_tokenizer,
+    size_kv,
+)
+from actors.startup.shell import (
+    LOAD_TIMEOUT_S,
+    Draft,
+    LoadOrder,
+    Pending,
+    RankFacts,
+    RankRole,
+    Remote,
+    RoleShell,
+    Target,
+    TargetRole,
+    collect,
+    first_failure,
+)
 from actors.steps.client import SocketStepClient
 from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 from parallel.gang.member import GangMember
-from parallel.placement import ReplicaPlacement, RolePlacement, pack_strategy, place_replica
+from parallel.placement import (
+    DrafterHome,
+    ReplicaPlacement,
+    RolePlacement,
+    drafter_seat,
+    pack_strategy,
+    place_replica,
+)
 from parallel.topology import Rendezvous, TopologyError, check_unique_devices
 from parallel.transport.frames import TransportError
-from parallel.transport.socket import FrameSocket
+from parallel.transport.socket import CONNECT_TIMEOUT_S, FrameSocket
 from specconfig.engine import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-LOAD_TIMEOUT_S = 1800.0
-CONNECT_TIMEOUT_S = 60.0
-_WATCH_PERIOD_S = 0.5
-# A draft group that fails this often is not rebuilt again: something is wrong with it.
-_MAX_DRAFT_REBUILDS = 5
+_GENERATION = 1  # of the worker group: its loss ends the replica
 
 
 def _uses_gpus(config: EngineConfig) -> bool:
@@ -66,16 +90,19 @@ class Replica:
         self._group = group
         self._owns_group = owns_group
         placement: ReplicaPlacement = place_replica(config, use_gpus=_uses_gpus(config))
-        self._generation = 1
-        self._nodes = ReplicaNodes(group, placement.shifted(first_bundle), self._generation)
+        self._seat = drafter_seat(config)
+        self._nodes = ReplicaNodes(group, placement.shifted(first_bundle))
         self._placement = self._nodes.placement
         self._draft_paths: tuple[str, list[str]] | None = None
-        self._targets: list[Any] = []
-        self._drafts: list[Any] = []
-        self._facts: list[dict[str, Any]] = []
-        self._num_draft_rebuilds = 0
+        self._targets: list[Remote[TargetRole]] = []
+        self._drafts: list[Remote[RankRole]] = []
+        self._target_facts: list[RankFacts] = []
+        self._draft_facts: list[RankFacts] = []
+        self._num_blocks = 0
         self._num_meetings = 0
-        self._is_stopping = threading.Event()
+        self._watch: DraftWatch | None = None
+        self._is_stopping = False
+        self._lock = threading.Lock()  # actors are made under it, and not once it stops
         self.engine: VerifierEngine
 
     # --- start --------------------------------------------------------------------------------
@@ -117,49 +144,50 @@ class Replica:
 
     def _start(self) -> None:
         started = time.perf_counter()
-        draft_in_target = self.config.drafter_host == "draft" and self._placement.is_fused
+        self._check_q_carrier()
         self._targets = [
-            self._create(Target, place, rank) for rank, place in enumerate(self._placement.targets)
+            Remote(self._create(Target, place, rank))
+            for rank, place in enumerate(self._placement.targets)
         ]
-        self._drafts = self._create_drafts()
-        meeting = self._meet("target", self._targets)
-        draft_meeting = self._meet("draft", self._drafts)
-        fused_meeting = None
-        if meeting is not None and draft_in_target and self._is_draft_split:
-            # A split draft's shards sit in the target's processes and meet where those do.
-            fused_meeting = meeting._replace(role="draft")
+        self._create_drafts()
         replica, num_replicas = self._expert_seat
-        loading = [
-            t.call.remote("load", draft_in_target, meeting, fused_meeting, replica, num_replicas)
-            for t in self._targets
-        ] + [d.call.remote("load", draft_meeting) for d in self._drafts]
+        meeting = self._meet("target", self._targets)
+        order = LoadOrder(meeting, self._meet_in_targets(), replica, num_replicas)
+        draft_order = LoadOrder(self._meet_drafts())
+        loading = [t.ask(TargetRole.load, order) for t in self._targets]
+        drafts_loading = [d.ask(RankRole.load, draft_order) for d in self._drafts]
         # Its import takes a while too: let it run beside the actors' loading.
         tokenizer = load_tokenizer(self.config)
-        self._facts = _call(loading)
+        facts = collect([*loading, *drafts_loading])
         loaded = time.perf_counter()
-        sizing = self._size_kv()
+        sizing = self._size_kv(facts)
         self._num_blocks = sizing.num_blocks
-        _call([a.call.remote("allocate", sizing.num_blocks) for a in self._targets + self._drafts])
+        everyone: list[Remote[Any]] = [*self._targets, *self._drafts]
+        collect([rank.ask(RankRole.allocate, sizing.num_blocks) for rank in everyone])
         if num_replicas > 1:
             self._join_replicas()
-        warm = _call([a.call.remote("warm_up") for a in self._targets + self._drafts])
-        self._take_warm_facts(warm[: len(self._targets)])
+        facts = collect([rank.ask(RankRole.warm_up) for rank in everyone])
+        self._target_facts = facts[: len(self._targets)]
+        self._draft_facts = facts[len(self._targets) :]
+        self._warn_of_batch_dependence()
         if self._drafts:
             self._draft_paths = self._nodes.draft_paths()
         draft_path = self._draft_paths[0] if self._draft_paths else None
-        targets = self._connect("target", self._targets, [draft_path] * len(self._targets))
-        drafts = self._connect_drafts()
-        self._client = SocketStepClient(targets, drafts)
+        targets = self._connect(
+            "target", self._targets, [draft_path] * len(self._targets), _GENERATION
+        )
+        self._client = SocketStepClient(targets, self._connect_drafts(0))
         self.engine = VerifierEngine(
             EngineLimits.from_config(self.config, sizing.num_blocks),
             self._client,
             tokenizer,
             build_lookup_drafter(self.config),
-            generation=self._generation,
+            build_acceptance(self.config),
+            generation=_GENERATION,
             gang=self._gang,
         )
-        if self._drafts:
-            threading.Thread(target=self._watch_draft, name="paceline-watch", daemon=True).start()
+        if self._seat is not None and self._seat.home is not DrafterHome.VERIFIER:
+            self._watch = DraftWatch(self.engine, self._rebuild_drafter)
         logger.info(
             "replica ready in %.1f s (load %.1f s, warm-up %.1f s)",
             time.perf_counter() - started,
@@ -167,12 +195,21 @@ class Replica:
             time.perf_counter() - loaded,
         )
 
-    def _take_warm_facts(self, found: list[dict[str, Any]]) -> None:
-        """What target ranks know once they have run: `found`, in rank order."""
-        targets = self._facts[: len(found)]
-        for fact, new in zip(targets, found, strict=True):
-            fact.update(new)
-        if self.config.runtime.batch_invariant and not all(f["batch_invariant"] for f in targets):
+    def _check_q_carrier(self) -> None:
+        """Refuse a drafter in processes of its own whose q cannot reach the target."""
+        speculative = self.config.speculative
+        gives_q = speculative is not None and speculative.draft_sample_method == "probabilistic"
+        if gives_q and self._drafts_are_apart and not self._nodes.drafts_are_near:
+            raise LoadError(
+                "speculative_config.draft_sample_method='probabilistic': the draft's probabilities "
+                "reach the target through shared memory, but target and draft processes are on "
+                "several nodes; use placement: fused, fit the replica on one node, or set "
+                "draft_sample_method: greedy"
+            )
+
+    def _warn_of_batch_dependence(self) -> None:
+        facts = self._target_facts
+        if self.config.runtime.batch_invariant and not all(f.batch_invariant for f in facts):
             logger.warning(
                 "batch_invariant is asked for, but this model on this machine does not give it "
                 "(float32 on a CPU with a C compiler does, for most models): output may differ in "
@@ -196,34 +233,54 @@ class Replica:
         }
         return ray.remote(role).options(**options).remote(self.config.to_json(), rank)
 
-    def _create_drafts(self) -> list[Any]:
-        return [
-            self._create(Draft, place, rank) for rank, place in enumerate(self._placement.drafts)
-        ]
+    def _create_drafts(self) -> None:
+        """Draft processes in place of the last ones."""
+        with self._lock:
+            for draft in self._drafts:
+                draft.kill()
+            if self._is_stopping:
+                raise InterruptedError("the replica stops")
+            self._drafts = [
+                Remote(self._create(Draft, place, rank))
+                for rank, place in enumerate(self._placement.drafts)
+            ]
+
+    @property
+    def _drafts_are_apart(self) -> bool:
+        return self._seat is not None and self._seat.home is DrafterHome.OWN
 
     @property
     def _is_draft_split(self) -> bool:
-        parallel = self.config.draft_parallel
-        return parallel is not None and parallel.tensor_parallel_size > 1
+        return self._seat is not None and self._seat.num_parts > 1
 
-    def _meet(self, role: str, actors: list[Any]) -> Rendezvous | None:
+    def _meet(self, role: str, ranks: Sequence[Remote[Any]]) -> Rendezvous | None:
         """Where the ranks of a role meet; None for a single one.
 
         Raises:
             LoadError: two of them are on one device.
         """
-        if len(actors) < 2 or (role == "draft" and not self._is_draft_split):
+        if len(ranks) < 2:
             return None
-        identities = _call([actor.call.remote("identify") for actor in actors])
+        identities = collect([rank.ask(RankRole.identify) for rank in ranks])
         try:
             check_unique_devices(identities)
         except TopologyError as error:
             raise LoadError(str(error)) from error
-        (port,) = _call([actors[0].call.remote("open_rendezvous")])
+        (port,) = collect([ranks[0].ask(RankRole.open_rendezvous)])
         is_one_node = len({identity.node_id for identity in identities}) == 1
         host = "127.0.0.1" if is_one_node else identities[0].node_ip
         self._num_meetings += 1
-        return Rendezvous(host, port, role, len(actors), self._num_meetings)
+        return Rendezvous(host, port, role, len(ranks), self._num_meetings)
+
+    def _meet_drafts(self) -> Rendezvous | None:
+        """Of a draft that is split over processes of its own."""
+        return self._meet("draft", self._drafts) if self._is_draft_split else None
+
+    def _meet_in_targets(self) -> Rendezvous | None:
+        """Of a drafter that is split over the target's processes, apart from those."""
+        if self._drafts_are_apart or not self._is_draft_split:
+            return None
+        return self._meet("draft", self._targets)
 
     @property
     def _expert_seat(self) -> tuple[int, int]:
@@ -238,153 +295,149 @@ class Replica:
         assert gang is not None
         body: bytes | None = None
         if gang.rank == 0:
-            identity, port = _call(
-                [self._targets[0].call.remote(m) for m in ("identify", "open_rendezvous")]
-            )
-            body = f"{identity.node_ip} {port}".encode()
+            first = self._targets[0]
+            (identity,) = collect([first.ask(RankRole.identify)])
+            (own_port,) = collect([first.ask(RankRole.open_rendezvous)])
+            body = f"{identity.node_ip} {own_port}".encode()
         try:
             host, _, port = gang.share(body, LOAD_TIMEOUT_S).decode().partition(" ")
             size = self.config.parallel.data_parallel_size
-            meeting = Rendezvous(host, int(port), "experts", size, self._generation)
-            _call(
-                [
-                    t.call.remote("join_replicas", meeting, gang.rank, LOAD_TIMEOUT_S)
-                    for t in self._targets
-                ],
-                gang.check,
-            )
+            meeting = Rendezvous(host, int(port), "experts", size, _GENERATION)
+            joining = [
+                t.ask(TargetRole.join_replicas, meeting, gang.rank, LOAD_TIMEOUT_S)
+                for t in self._targets
+            ]
+            collect(joining, gang.check)
         except TransportError as error:
             raise WorkerLost(f"data-parallel rank {gang.rank}: {error}") from error
 
-    def _size_kv(self) -> KVSizing:
+    def _size_kv(self, facts: Sequence[RankFacts]) -> KVSizing:
         """KV blocks that fit every rank: the same ids are used on all of them."""
-        targets = [fact for fact in self._facts if fact["role"] == "target"]
-        free = [f["free_device_bytes"] for f in targets if f["free_device_bytes"] is not None]
+        targets = [fact for fact in facts if fact.role == "target"]
+        free = [f.free_device_bytes for f in targets if f.free_device_bytes is not None]
         largest: dict[str, KVLayers] = {}
-        for fact in self._facts:
-            for owner, layers in fact["kv_layers"].items():
+        for fact in facts:
+            for owner, layers in fact.kv_layers.items():
                 known = largest.setdefault(owner, layers)
                 largest[owner] = max(known, layers, key=lambda x: x.bytes_per_token)
-        device_type = targets[0]["device"].partition(":")[0]
+        device_type = targets[0].device.partition(":")[0]
         return size_kv(self.config, device_type, min(free, default=None), largest)
 
     def _connect(
-        self, role: str, actors: list[Any], draft_paths: Sequence[str | None]
+        self,
+        role: str,
+        ranks: Sequence[Remote[Any]],
+        draft_paths: Sequence[str | None],
+        generation: int,
     ) -> list[FrameSocket]:
         """Start the step loops of `role`; its connections, the one with rank 0 first."""
         places = self._placement.targets if role == "target" else self._placement.drafts
-        paths = self._nodes.open(role, places)
-        loops = [
-            actor.call.remote("loop", path, draft_path, self._generation)
-            for actor, path, draft_path in zip(actors, paths, draft_paths, strict=True)
+        gate = self._nodes.open(role, places, generation)
+        loops: list[Pending[None]] = [
+            rank.ask(RankRole.loop, path, draft_path, generation)
+            for rank, path, draft_path in zip(ranks, gate.paths, draft_paths, strict=True)
         ]
         try:
-            accepted = self._nodes.accept_all(places, CONNECT_TIMEOUT_S)
+            accepted = gate.accept_all(CONNECT_TIMEOUT_S)
         except TransportError as error:
-            done, _ = ray.wait(loops, timeout=0)
-            if done:
-                _call(done)  # raises what ended the actor's loop
+            first_failure(loops)
             raise WorkerLost(f"a {role} actor did not connect: {error}") from error
         return [connection for connection, _ in sorted(accepted, key=lambda item: item[1].rank)]
 
-    def _connect_drafts(self) -> list[FrameSocket]:
+    def _connect_drafts(self, generation: int) -> list[FrameSocket]:
         if self._draft_paths is None:
             return []
-        return self._connect("draft", self._drafts, self._draft_paths[1])
+        return self._connect("draft", self._drafts, self._draft_paths[1], generation)
 
-    # --- the draft group ----------------------------------------------------------------------
+    # --- a lost drafter -----------------------------------------------------------------------
 
-    def _watch_draft(self) -> None:
-        """Rebuild the draft group when it is lost; requests go on without drafts meanwhile."""
-        while not self._is_stopping.wait(_WATCH_PERIOD_S):
-            lost = self.engine.status().draft_lost
-            if lost is None:
-                continue
-            if self._num_draft_rebuilds >= _MAX_DRAFT_REBUILDS:
-                logger.error("the draft group was lost again (%s); serving without drafts", lost)
-                return
-            self._num_draft_rebuilds += 1
-            logger.warning("the draft group was lost (%s); rebuilding it", lost)
-            try:
-                self._rebuild_draft()
-            except Exception:
-                logger.exception("rebuilding the draft group failed")
+    def _rebuild_drafter(self, generation: int) -> Switch:
+        """A new drafter where the last one was, in the watch's thread."""
+        assert self._watch is not None
+        check = self._watch.check
+        if not self._drafts_are_apart:
+            return self._rebuild_in_targets(generation)
+        self._create_drafts()
+        order = LoadOrder(self._meet_drafts())
+        collect([d.ask(RankRole.load, order) for d in self._drafts], check)
+        collect([d.ask(RankRole.allocate, self._num_blocks) for d in self._drafts], check)
+        self._draft_facts = collect([d.ask(RankRole.warm_up) for d in self._drafts], check)
+        drafts = self._connect_drafts(generation)
+        return lambda: self._client.replace_drafts(drafts)
 
-    def _rebuild_draft(self) -> None:
-        for draft in self._drafts:
-            ray.kill(draft)
-        self._drafts = self._create_drafts()
-        meeting = self._meet("draft", self._drafts)
-        facts = _call([d.call.remote("load", meeting) for d in self._drafts])
-        self._facts = [f for f in self._facts if f["role"] != "draft"] + facts
-        _call([d.call.remote("allocate", self._num_blocks) for d in self._drafts])
-        _call([d.call.remote("warm_up") for d in self._drafts])
-        drafts = self._connect_drafts()
-        self.engine.restore_draft(lambda: self._client.replace_drafts(drafts))
+    def _rebuild_in_targets(self, generation: int) -> Switch:
+        assert self._watch is not None and self._seat is not None
+        is_on_gpu = self._target_facts[0].device.startswith("cuda")
+        if self._is_draft_split and is_on_gpu:
+            # Its ranks would meet and warm up while the target's compute, in another thread:
+            # two communicators on one device at once can wait for each other for ever.
+            raise LoadError(
+                "a drafter that is split over the target's GPUs cannot be rebuilt beside running "
+                "steps; it stays lost until the replica restarts (placement: colocated can be "
+                "rebuilt)"
+            )
+        meeting = self._meet_in_targets()
+        ranks = self._targets[: self._seat.num_parts]
+        rebuilding = [t.ask(TargetRole.rebuild_drafter, generation, meeting) for t in ranks]
+        self._target_facts[: len(ranks)] = collect(rebuilding, self._watch.check)
+        return lambda: None  # the plans of the new generation change over
 
     # --- state and end ------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """Facts of the running replica: one dict per actor, KV blocks, placement."""
+        """Facts of the running replica: one dict per actor, KV blocks, placement, the drafter's
+        losses."""
         return {
-            "actors": [
-                {**fact, "kv_layers": {o: asdict(x) for o, x in fact["kv_layers"].items()}}
-                for fact in self._facts
-            ],
+            "actors": [asdict(fact) for fact in (*self._target_facts, *self._draft_facts)],
             "num_kv_blocks": self._num_blocks,
             "bundles": list(self._placement.bundles),
             "target_nodes": self._nodes.describe(),
             "draft_placement": self.config.draft_placement,
-            "num_draft_rebuilds": self._num_draft_rebuilds,
+            "num_draft_rebuilds": self._watch.num_rebuilds if self._watch else 0,
+            "drafter": self._watch.state if self._watch else None,
         }
 
     def traffic(self) -> dict[str, dict[str, float]]:
         """Collective calls, bytes and seconds of target rank 0 so far, by operation."""
-        (counts,) = _call([self._targets[0].call.remote("traffic")])
-        return dict(counts)
+        (counts,) = collect([self._targets[0].ask(TargetRole.traffic)])
+        return counts
 
     def check_health(self) -> None:
         """Raise EngineDead when the engine cannot serve."""
         status = self.engine.status()
         if not status.is_healthy:
-            raise WorkerLost(status.error or "the engine has stopped")
+            raise EngineDead(status.error or "the engine has stopped")
 
     def stop(self) -> None:
-        """End the engine and every process it started. Idempotent."""
-        if self._is_stopping.is_set():
-            return
-        self._is_stopping.set()
-        if hasattr(self, "engine"):
+        """End the engine and every process it started. Idempotent.
+
+        A step that does not end in time, of a worker that hangs, keeps nothing alive: its
+        processes are killed, which ends the step.
+        """
+        with self._lock:
+            if self._is_stopping:
+                return
+            self._is_stopping = True
+        with ExitStack() as ending:
+            # Last in, first out; each is done whatever the others raise.
+            if self._owns_group:
+                ending.callback(remove_placement_group, self._group)
+            ending.callback(self._nodes.close)
+            ending.callback(self._kill_all)
+            if self._gang is not None:
+                ending.callback(self._gang.close)
+            if hasattr(self, "engine"):
+                ending.callback(self._stop_engine)
+            if self._watch is not None:
+                ending.callback(self._watch.stop)
+
+    def _stop_engine(self) -> None:
+        try:
             self.engine.stop()
-        if self._gang is not None:
-            self._gang.close()
-        for actor in self._targets + self._drafts:
-            ray.kill(actor)
-        self._nodes.close()
-        if self._owns_group:
-            remove_placement_group(self._group)
+        except TimeoutError as error:
+            logger.warning("%s; killing its processes", error)
 
-
-def _call(refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
-    """Results of actor calls; the first failure is raised as what it was in the actor.
-
-    First in time: ranks that wait for the failed one would only say that it did not come.
-    `check` is called now and then meanwhile; what it raises ends the wait.
-    """
-    deadline = time.monotonic() + LOAD_TIMEOUT_S
-    pending = list(refs)
-    try:
-        while pending:
-            left = max(deadline - time.monotonic(), 0.0)
-            done, pending = ray.wait(pending, timeout=left if check is None else min(left, 1.0))
-            if check is not None:
-                check()
-            if not done and left == 0.0:
-                raise LoadError(f"{len(pending)} actors did not answer in {LOAD_TIMEOUT_S:g} s")
-            ray.get(done)
-        return list(ray.get(refs))
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, Exception) else error
-        raise LoadError(str(cause)) from error
-    except ray.exceptions.RayActorError as error:
-        raise WorkerLost(f"an actor died: {error}") from error
+    def _kill_all(self) -> None:
+        ranks: list[Remote[Any]] = [*self._targets, *self._drafts]
+        for rank in ranks:
+            rank.kill()

@@ -21,25 +21,59 @@ from parallel.transport.tcp import TcpFrameListener
 _CALL_TIMEOUT_S = 60.0
 
 
+class Gate:
+    """Where the ranks of one role connect to the verifier. `paths`: of each rank, on its node."""
+
+    def __init__(self, num_near: int, num_far: int) -> None:
+        self.num_near = num_near
+        self.num_far = num_far
+        self.near: FrameListener | None = None
+        self.far: TcpFrameListener | None = None
+        self.paths: list[str] = []
+
+    def accept_all(self, timeout_s: float) -> list[tuple[FrameSocket, Hello]]:
+        """One connection per worker on the verifier's node, one per other node.
+
+        Raises:
+            TransportError: not all came in time. None is left open.
+        """
+        accepted: list[tuple[FrameSocket, Hello]] = []
+        try:
+            for listener, count in ((self.near, self.num_near), (self.far, self.num_far)):
+                for _ in range(count):
+                    assert listener is not None
+                    accepted.append(listener.accept(timeout_s))
+        except BaseException:
+            for connection, _ in accepted:
+                connection.close()
+            raise
+        finally:
+            self.close()
+        return accepted
+
+    def close(self) -> None:
+        """Let nobody else in. Idempotent."""
+        for listener in (self.near, self.far):
+            if listener is not None:
+                listener.close()
+
+
 class ReplicaNodes:
     """Where the bundles of a replica are, and the sockets and relays between them.
 
     Args:
         group: Placement group of the replica, ready.
         placement: Roles to bundles; `placement` holds it with its ranks ordered by node.
-        generation: Of the worker group.
     """
 
-    def __init__(self, group: PlacementGroup, placement: ReplicaPlacement, generation: int) -> None:
+    def __init__(self, group: PlacementGroup, placement: ReplicaPlacement) -> None:
         self._group = group
-        self._generation = generation
         self.home = str(ray.get_runtime_context().get_node_id())
         self._bundle_nodes = _nodes_of_bundles(group)
         self.placement = placement.ordered(self._bundle_nodes, self.home)
         self._addresses = {n["NodeID"]: str(n["NodeManagerAddress"]) for n in ray.nodes()}
         self._sockets = SocketDir()
-        self._listener = FrameListener(self._sockets.socket_path("verifier"), generation)
-        self._far_listener: TcpFrameListener | None = None
+        self._gates: list[Gate] = []
         self._relays: dict[str, Any] = {}
         self._home_relay: Relay | None = None
 
@@ -54,38 +88,35 @@ class ReplicaNodes:
         nodes = [self._node(place) for place in self.placement.targets]
         return ["verifier" if node == self.home else node for node in nodes]
 
+    @property
+    def drafts_are_near(self) -> bool:
+        """Whether every draft process is on the one node that has all target ranks."""
+        places = (*self.placement.targets, *self.placement.drafts)
+        return len({self._node(place) for place in places}) == 1
+
     # --- the step protocol --------------------------------------------------------------------
 
-    def open(self, role: str, places: Sequence[RolePlacement]) -> list[str]:
-        """Paths that the ranks of `role` connect to; `accept` is called `num_connections` times."""
-        paths: dict[str, str] = {self.home: self._listener.path}
+    def open(self, role: str, places: Sequence[RolePlacement], generation: int) -> Gate:
+        """Let the ranks of `role` connect: those of `generation`, and nobody that an earlier call
+        let in."""
         nodes = [self._node(place) for place in places]
+        name = f"{role}-{generation}"
+        gate = Gate(nodes.count(self.home), len(set(nodes) - {self.home}))
+        self._gates.append(gate)
+        paths: dict[str, str] = {}
+        if gate.num_near:
+            gate.near = FrameListener(self._sockets.socket_path(name), generation)
+            paths[self.home] = gate.near.path
+        if gate.num_far:
+            gate.far = TcpFrameListener(self._addresses[self.home], generation)
         for node in dict.fromkeys(nodes):
-            if node != self.home:
-                if self._far_listener is None:
-                    self._far_listener = TcpFrameListener(
-                        self._addresses[self.home], self._generation
-                    )
+            if node != self.home and gate.far is not None:
                 call = self._relay(node).open.remote(
-                    role, nodes.count(node), self._far_listener.address, self._generation
+                    role, nodes.count(node), gate.far.address, generation
                 )
                 paths[node] = ray.get(call, timeout=_CALL_TIMEOUT_S)
-        return [paths[node] for node in nodes]
-
-    def accept_all(
-        self, places: Sequence[RolePlacement], timeout_s: float
-    ) -> list[tuple[FrameSocket, Hello]]:
-        """One connection per worker on this node, one per other node.
-
-        Raises:
-            TransportError: not all came in time.
-        """
-        nodes = [self._node(place) for place in places]
-        accepted = [self._listener.accept(timeout_s) for node in nodes if node == self.home]
-        for _ in set(nodes) - {self.home}:
-            assert self._far_listener is not None
-            accepted.append(self._far_listener.accept(timeout_s))
-        return accepted
+        gate.paths = [paths[node] for node in nodes]
+        return gate
 
     # --- drafts -------------------------------------------------------------------------------
 
@@ -101,9 +132,9 @@ class ReplicaNodes:
         nodes = [self._node(place) for place in self.placement.drafts]
         paths = {target: listens_at}
         if set(nodes) - {target}:
-            address = self._call(target, "export", listens_at, self._generation)
+            address = self._call(target, "export", listens_at)
             for node in set(nodes) - {target}:
-                paths[node] = self._call(node, "reach", address, self._generation)
+                paths[node] = self._call(node, "reach", address)
         return listens_at, [paths[node] for node in nodes]
 
     def _call(self, node: str, method: str, *args: Any) -> Any:
@@ -137,9 +168,8 @@ class ReplicaNodes:
 
     def close(self) -> None:
         """Close the listeners and end the relays. Idempotent."""
-        self._listener.close()
-        if self._far_listener is not None:
-            self._far_listener.close()
+        for gate in self._gates:
+            gate.close()
         for relay in self._relays.values():
             ray.kill(relay)
         self._relays = {}

@@ -16,6 +16,7 @@ from actors.errors import LoadError
 from actors.kvcache.sizing import KVLayers, KVSizing, size_kv_cache
 from actors.startup.tokenizer import open_tokenizer
 from actors.steps.protocols import LookupDrafter
+from parallel.placement import DrafterHome, drafter_seat
 from specconfig import readers
 from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError
@@ -46,7 +47,8 @@ def build_acceptance(config: EngineConfig) -> AcceptanceMethod:
 
 def build_lookup_drafter(config: EngineConfig) -> LookupDrafter | None:
     """The drafter that lives in the verifier, or None when the config has none there."""
-    if config.drafter_host != "verifier":
+    seat = drafter_seat(config)
+    if seat is None or seat.home is not DrafterHome.VERIFIER:
         return None
     drafter: LookupDrafter = import_drafter(config).from_config(config)
     return drafter
@@ -62,8 +64,6 @@ def check_supported(config: EngineConfig) -> None:
         readers.check_supported(config)
     except ConfigError as error:
         raise LoadError(str(error)) from error
-    if config.drafter_host == "target":
-        raise LoadError("drafters that run inside the target are not part of this version")
 
 
 def kv_layers(owner: str, model: ModelConfig, device_type: str) -> KVLayers:

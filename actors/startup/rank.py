@@ -1,17 +1,56 @@
-"""Who a compute process is, for the launcher to check before the ranks of a role meet."""
+"""What the processes of target and draft ranks are alike: identity, meeting place, facts."""
 
 from __future__ import annotations
 
+import logging
+import os
+from typing import ClassVar
+
+import ray
 import torch
 
-from parallel.topology import RankIdentity
+from actors.kvcache.sizing import KVLayers
+from actors.startup.shell import RankFacts, RankRole
+from actors.startup.workers import resolve_device
+from parallel.groups import GroupHost, TPGroup, join_group
+from parallel.topology import RankIdentity, Rendezvous
+from specconfig.engine import EngineConfig
 
 
-def rank_identity(
-    role: str, rank: int, device: torch.device, node_id: str, node_ip: str
-) -> RankIdentity:
-    """Identity of this process, with the GPU's uuid where it computes on one."""
-    uuid = None
-    if device.type == "cuda":
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return RankIdentity(role, rank, node_id, node_ip, uuid)
+class RankActor(RankRole):
+    """One rank's process. Knows Ray for its node's name and address only."""
+
+    role: ClassVar[str]
+
+    def __init__(self, config_json: str, rank: int) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._config = EngineConfig.from_json(config_json)
+        self._rank = rank
+        self._meeting_place: GroupHost | None = None
+
+    def identify(self) -> RankIdentity:
+        device = resolve_device(self._config)
+        uuid = None
+        if device.type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+        node = ray.get_runtime_context().get_node_id()
+        return RankIdentity(self.role, self._rank, node, ray.util.get_node_ip_address(), uuid)
+
+    def open_rendezvous(self) -> int:
+        if self._meeting_place is None:
+            self._meeting_place = GroupHost()
+        return self._meeting_place.port
+
+    def _join(self, meeting: Rendezvous | None, device: torch.device) -> TPGroup:
+        return join_group(meeting, self._rank, device, host=self._meeting_place)
+
+    def _facts(self, device: torch.device, kv_layers: dict[str, KVLayers]) -> RankFacts:
+        return RankFacts(
+            role=self.role,
+            rank=self._rank,
+            pid=os.getpid(),
+            device=str(device),
+            cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            threads=torch.get_num_threads(),
+            kv_layers=kv_layers,
+        )

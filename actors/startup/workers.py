@@ -1,4 +1,4 @@
-"""What target and draft processes do alike when they start. No Ray, no verifier here."""
+"""What processes do alike that compute: their device, and the drafter they host. No Ray here."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import torch
 
 from actors.errors import LoadError
 from actors.kvcache.sizing import KVLayers
+from actors.model.host import ModelHost
 from actors.startup.preflight import import_drafter
-from actors.steps.messages import DraftTokens, StepPlan
+from actors.steps.protocols import Drafter
 from parallel.groups import TPGroup
+from parallel.placement import drafter_seat
 from specconfig.engine import EngineConfig
 
 
-class DraftModelHost(Protocol):
-    """A drafter that runs in a draft process."""
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that computes: one rank of it, from loading to drafting."""
 
-    def allocate(self, num_blocks: int) -> None: ...
-    def warm_up(self) -> None: ...
+    def allocate(self, num_blocks: int) -> None:
+        """Create its KV, for the target's block ids."""
+
+    def warm_up(self) -> None:
+        """Compile and prepare kernels."""
 
     def kv_layers(self, owner: str) -> KVLayers:
         """What this rank caches."""
-
-    def run(self, plan: StepPlan) -> DraftTokens: ...
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -36,9 +39,28 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return torch.device(wanted)
 
 
-def build_draft_host(
-    config: EngineConfig, device: torch.device, group: TPGroup | None = None
-) -> DraftModelHost:
-    """Load the drafter of a draft process, or this rank's shard of it."""
-    drafter: DraftModelHost = import_drafter(config)(config, device, group)
+def build_drafter(
+    config: EngineConfig,
+    device: torch.device,
+    group: TPGroup | None = None,
+    target: ModelHost | None = None,
+) -> ModelDrafter:
+    """Load the drafter, or this rank's part of it.
+
+    `group`: of the drafter's ranks, its own. `target`: the model it lives with, for a drafter that
+    reads the target's states. One that replaces a lost drafter is made beside running steps: it
+    may read the target's weights, but steps of the target must not notice it before it is used.
+    """
+    seat = drafter_seat(config)
+    assert seat is not None
+    drafter: ModelDrafter
+    if seat.reads_target:
+        drafter = import_drafter(config)(config, device, group, target)
+    else:
+        drafter = import_drafter(config)(config, device, group)
     return drafter
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Memory that nobody has taken; None on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -1,145 +1,309 @@
-"""How the same drafts reach every target rank in the same step.
+"""Where drafts come from: a drafter in this process, or processes that drafters have to themselves.
 
-Rank 0 hears of them, from a draft process or from a draft model of its own, and broadcasts. How
-much is sent follows from the plan, which every rank has, so no rank can wait for what another does
-not send. A lost draft is part of the message: all ranks go on without drafts, or none does.
+Either is lost when it fails once, and stays so until the verifier counts a new drafter
+(`StepPlan.draft_generation`): whatever an old one still says is never taken for the new one's.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
+import msgpack
 import numpy as np
-import torch
 
-from actors.steps.client import (
-    DraftSource,
-    InProcessStepClient,
-    concerns_draft,
-    no_drafts,
-    run_target,
-)
-from actors.steps.messages import DraftTokens, RowStats, StepPlan, token_array
-from actors.steps.protocols import DraftHostLike, TargetRunnerLike
-from parallel.groups import SingleRank, TPGroup
+from actors.steps.messages import DraftTokens, Float32Array, FrameKind, StepPlan, token_array
+from actors.steps.protocols import Drafter, Proposal, Verified
+from actors.steps.target_step import Proposed, concerns_draft
+from parallel.transport.frames import TransportError
+from parallel.transport.shared import SharedRows, SharedWriter
+from parallel.transport.socket import FrameListener, FrameSocket
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Drafted = tuple[DraftTokens | None, str | None]
+
+# --- a proposal between processes -------------------------------------------------------------
 
 
-class SharedDrafts:
-    """A `DraftSource` for all ranks of a target: rank 0's own source, broadcast.
+@dataclass(frozen=True, slots=True)
+class SentProposal:
+    """A `Proposal` on its way to another process: q stays in its writers' shared memory.
 
-    Args:
-        source: Where rank 0 gets drafts; not asked on other ranks.
-        group: The target's ranks.
-        device: Of the group's tensors.
+    `q`: one for each process that has a part. Of one draft these are ranges of columns, of several
+    shares the rows of each share, in its own order.
     """
 
-    def __init__(self, source: DraftSource | None, group: TPGroup, device: torch.device) -> None:
-        self._source = source
-        self._group = group
-        self._device = device
+    tokens: DraftTokens
+    confidences: Float32Array | None = None
+    q: tuple[SharedRows, ...] = ()
 
-    def __call__(self, plan: StepPlan) -> Drafted:
-        drafts: DraftTokens | None = None
-        lost: str | None = "rank 0 got no drafts"
-        if self._group.rank == 0:
-            assert self._source is not None
-            drafts, lost = self._source(plan)
-        asked = [entry.num_drafts for entry in plan.draft if entry.num_drafts > 0]
-        if not asked:
-            return (drafts, lost) if self._group.rank == 0 else (no_drafts(plan), None)
-        message = np.zeros(1 + len(asked) + sum(asked), dtype=np.int64)
-        if drafts is not None:
-            message[0] = 1
-            message[1 : 1 + len(asked)] = drafts.counts
-            first = 1 + len(asked)
-            message[first : first + len(drafts.token_ids)] = drafts.token_ids
-        sent = torch.from_numpy(message).to(self._device)
-        message = self._group.broadcast(sent).cpu().numpy()
-        if self._group.rank == 0:
-            return drafts, lost
-        if not message[0]:
-            return None, lost
-        counts = token_array(message[1 : 1 + len(asked)])
-        first = 1 + len(asked)
-        ids = token_array(message[first : first + int(counts.sum())])
-        return DraftTokens(plan.step, ids, counts), None
+    def pack(self) -> bytes:
+        known = None if self.confidences is None else self.confidences.astype("<f4").tobytes()
+        packed: bytes = msgpack.packb([self.tokens.pack(), known, self.q])
+        return packed
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> SentProposal:
+        tokens, known, q = msgpack.unpackb(raw)
+        confidences = None if known is None else np.frombuffer(known, dtype="<f4")
+        return cls(DraftTokens.unpack(tokens), confidences, tuple(SharedRows(*part) for part in q))
 
 
-class HostedDrafts:
-    """A `DraftSource`: the draft model, or this rank's shard of it, in the target's process.
+Received = tuple[SentProposal | None, str | None]
 
-    A draft that raises is lost, as a draft process that died would be. Where the draft is split,
-    the target's ranks agree on that after every attempt.
+
+def own_share(plan: StepPlan, share: int, num_shares: int) -> StepPlan:
+    """The plan for one of several whole drafts, which divide the requests by slot. It follows the
+    tables of all."""
+    if num_shares == 1:
+        return plan
+    own = tuple(entry for entry in plan.draft if entry.slot % num_shares == share)
+    return replace(plan, draft=own)
+
+
+def share_of_rows(plan: StepPlan, tokens: DraftTokens, num_shares: int) -> np.ndarray:
+    """int64 [sum(counts)]: which share each draft of the plan came from."""
+    shares = [entry.slot % num_shares for entry in plan.draft if entry.num_drafts > 0]
+    return np.repeat(np.asarray(shares, dtype=np.int64), tokens.counts)
+
+
+def merge_shares(plan: StepPlan, parts: Sequence[SentProposal]) -> SentProposal:
+    """The drafts of all shares, in the plan's order."""
+    if len(parts) == 1:
+        return parts[0]
+    shares = [entry.slot % len(parts) for entry in plan.draft if entry.num_drafts > 0]
+    counts = np.zeros(len(shares), dtype=np.int32)
+    for share, part in enumerate(parts):
+        counts[[i for i, s in enumerate(shares) if s == share]] = part.tokens.counts
+    owner = np.repeat(np.asarray(shares, dtype=np.int64), counts)
+    ids = np.zeros(len(owner), dtype=np.int32)
+    known = np.zeros(len(owner), dtype=np.float32)
+    has_confidences = all(part.confidences is not None for part in parts)
+    for share, part in enumerate(parts):
+        ids[owner == share] = part.tokens.token_ids
+        if has_confidences:
+            known[owner == share] = part.confidences
+    return SentProposal(
+        DraftTokens(plan.step, token_array(ids), counts),
+        known if has_confidences else None,
+        tuple(rows for part in parts for rows in part.q),
+    )
+
+
+# --- a drafter in this process ----------------------------------------------------------------
+
+
+def _nothing() -> None:
+    return
+
+
+@dataclass(slots=True)
+class _Seated:
+    drafter: Drafter
+    generation: int
+    leave: Callable[[], None]  # its communicator
+
+
+class HostedDrafter:
+    """A `DraftSource`: the drafter, or this rank's part of it, lives in this process.
+
+    One that raises is lost, as a draft process that died would be, and is let go of, so that there
+    is room for the next.
 
     Args:
-        draft: None on ranks that hold no part of the draft.
-        draft_group: The draft's ranks.
-        target_group: The target's ranks.
-        device: Of the groups' tensors.
+        drafter: None on ranks that hold no part of it.
+        leave: Closes the drafter's communicator: the other ranks must not wait for this one.
+        agree: Of a drafter split over ranks: whether it is well here to whether it is everywhere.
     """
 
     def __init__(
         self,
-        draft: DraftHostLike | None,
-        draft_group: TPGroup,
-        target_group: TPGroup,
-        device: torch.device,
+        drafter: Drafter | None,
+        leave: Callable[[], None] = _nothing,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
-        self._draft = draft
-        self._draft_group = draft_group
-        self._agreement = target_group if draft_group.size > 1 else SingleRank()
-        self._device = device
+        self._seated = _Seated(drafter, 0, leave) if drafter is not None else None
+        self._agree = agree
+        self._offered: _Seated | None = None
+        self._failure: str | None = None
+        self._writer: SharedWriter | None = None
+        self.generation = 0  # of the last plan
 
-    def follow(self, plan: StepPlan) -> None:
-        """Take over block tables from a plan without draft entries."""
-        if self._draft is not None:
-            self._draft.run(plan)
+    def offer(
+        self, drafter: Drafter, generation: int, leave: Callable[[], None] = _nothing
+    ) -> None:
+        """A new drafter, for the plans of `generation`. From any thread, between steps or not."""
+        self.withdraw()
+        self._offered = _Seated(drafter, generation, leave)
 
-    def __call__(self, plan: StepPlan) -> Drafted:
-        if self._draft is None:
-            return None, "no draft model"
-        drafts: DraftTokens | None = None
-        lost: str | None = None
+    def withdraw(self) -> None:
+        """Let go of what was offered and not taken."""
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            offered.leave()
+
+    def propose(self, plan: StepPlan) -> Proposed:
+        self._take_over(plan.draft_generation)
+        if not concerns_draft(plan):
+            return None, None
+        if self._seated is None:
+            return None, self._failure or "there is no drafter here"
+        proposal: Proposal | None = None
+        if self._failure is None:
+            try:
+                proposal = self._seated.drafter.propose(plan)
+            except Exception as error:
+                self._fail(error)
+        if not self._agree(proposal is not None):
+            self._fail("the drafter failed on another rank")
+            self._seated = None
+            return None, self._failure
+        return proposal, None
+
+    def receive(self, plan: StepPlan) -> Received:
+        """As `propose`, for ranks that have no part of the drafter."""
+        proposal, lost = self.propose(plan)
+        if proposal is None:
+            return None, lost
+        q: tuple[SharedRows, ...] = ()
+        if proposal.q is not None:
+            if self._writer is None:
+                self._writer = SharedWriter("drafts")
+            q = (self._writer.write(host_rows(proposal.q)),)
+        return SentProposal(proposal.tokens, proposal.confidences, q), None
+
+    def absorb(self, plan: StepPlan, verified: Verified) -> None:
+        if self._seated is not None and self._failure is None:
+            try:
+                self._seated.drafter.absorb(plan, verified)
+            except Exception as error:
+                self._fail(error)  # the other ranks hear of it when the next drafts are due
+
+    def close(self) -> None:
+        self.withdraw()
+        if self._seated is not None:
+            self._seated.leave()
+            self._seated = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _take_over(self, generation: int) -> None:
+        self.generation = generation
+        offered = self._offered
+        if offered is not None and offered.generation == generation:
+            self._seated, self._offered, self._failure = offered, None, None
+
+    def _fail(self, error: Exception | str) -> None:
+        if isinstance(error, Exception):
+            logger.error("the drafter failed", exc_info=error)
+        if self._failure is None:
+            self._failure = error if isinstance(error, str) else repr(error)
+        if self._seated is not None:
+            self._seated.leave()
+
+
+def host_rows(q: Tensor) -> Any:
+    """float32 numpy rows of a tensor on whatever device."""
+    return q.detach().float().cpu().numpy()
+
+
+# --- drafters in processes of their own -------------------------------------------------------
+
+
+class ConnectedDrafts:
+    """A `DraftSource`: draft processes send what they draft.
+
+    The verifier plans no work for a drafter before it serves, so a plan of a new generation means
+    that its connections are there or about to be.
+
+    Args:
+        listener: Where draft processes connect, each with the generation of its drafter.
+        num_shares: Processes among which the requests are divided by slot. One that is lost takes
+            the others with it.
+        open_q: q of a proposal, this rank's columns, from its writers' memory.
+        connect_timeout_s: For each to connect.
+        step_timeout_s: For the drafts of a step.
+    """
+
+    def __init__(
+        self,
+        listener: FrameListener,
+        num_shares: int = 1,
+        open_q: Callable[[StepPlan, SentProposal], Tensor | None] = lambda plan, sent: None,
+        connect_timeout_s: float = 10.0,
+        step_timeout_s: float = 30.0,
+    ) -> None:
+        self._listener = listener
+        self._num_shares = num_shares
+        self._open_q = open_q
+        self._connect_timeout_s = connect_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._connections: dict[int, FrameSocket] = {}
+        self._generation = -1
+        self._lost: str | None = None
+
+    def propose(self, plan: StepPlan) -> Proposed:
+        sent, lost = self.receive(plan)
+        if sent is None:
+            return None, lost
         try:
-            drafts = self._draft.run(plan)
-        except Exception as error:
-            logger.exception("the draft model failed")
-            self._draft_group.close()  # the other ranks must not wait for this one
-            lost = repr(error)
-        worked = torch.tensor([drafts is not None], dtype=torch.int64, device=self._device)
-        if not bool(self._agreement.all_gather(worked).all()):
-            self._draft_group.close()
-            self._draft = None
-            return None, lost or "the draft failed on another rank"
-        return drafts, None
+            return Proposal(sent.tokens, sent.confidences, self._open_q(plan, sent)), None
+        except TransportError as error:
+            return None, self._lose(plan, error)
 
+    def receive(self, plan: StepPlan) -> Received:
+        """The drafts of a plan that asks for some, as they came."""
+        if not plan.draft:
+            return None, None
+        if plan.draft_generation != self._generation:
+            self._drop()
+            self._generation = self._listener.generation = plan.draft_generation
+            self._lost = None
+        if self._lost is not None:
+            return None, self._lost
+        try:
+            while len(self._connections) < self._num_shares:
+                connection, hello = self._listener.accept(self._connect_timeout_s)
+                self._connections[hello.rank] = connection
+            deadline = monotonic() + self._step_timeout_s
+            parts = [self._next(plan, self._connections[r], deadline) for r in self._ranks]
+            return merge_shares(plan, parts), None
+        except TransportError as error:
+            return None, self._lose(plan, error)
 
-class FusedRank:
-    """A target rank with the draft model in the target's processes."""
+    def absorb(self, plan: StepPlan, verified: Verified) -> None:
+        return
 
-    def __init__(self, target: TargetRunnerLike, hosted: HostedDrafts, source: DraftSource) -> None:
-        self._target = target
-        self._hosted = hosted
-        self._source = source
+    def close(self) -> None:
+        self._drop()
+        self._listener.close()
 
-    def run(self, plan: StepPlan, drafts: DraftTokens | None) -> RowStats:
-        del drafts  # nobody else proposes
-        if not plan.draft and concerns_draft(plan):
-            self._hosted.follow(plan)
-        return run_target(self._target, plan, self._source)
+    @property
+    def _ranks(self) -> list[int]:
+        return sorted(self._connections)
 
+    def _next(self, plan: StepPlan, connection: FrameSocket, deadline: float) -> SentProposal:
+        while True:
+            frame = connection.recv(max(deadline - monotonic(), 0.0))
+            if frame.kind == FrameKind.DRAFTS and frame.step == plan.step:
+                return SentProposal.unpack(frame.body)
+            if frame.step > plan.step:
+                raise TransportError(f"drafts of step {frame.step} came")
 
-class FusedTarget:
-    """A target with the draft model in its process: the drafts come first in the same call."""
+    def _lose(self, plan: StepPlan, error: TransportError) -> str:
+        """What these processes send later would belong to a KV state that is given up."""
+        self._drop()
+        self._lost = f"no drafts for step {plan.step}: {error}"
+        return self._lost
 
-    def __init__(self, target: TargetRunnerLike, draft: DraftHostLike) -> None:
-        self._client = InProcessStepClient(target, draft)
-
-    def run(self, plan: StepPlan, drafts: DraftTokens | None) -> RowStats:
-        del drafts  # nobody else proposes
-        self._client.send(plan)
-        return self._client.recv(0.0)
+    def _drop(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._connections = {}

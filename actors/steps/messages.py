@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import msgpack
@@ -18,6 +18,17 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+
+
+class FrameKind(IntEnum):
+    """What a frame's body is. 0 is the transport's hello."""
+
+    PLAN = 1  # StepPlan, to every worker
+    RESULT = 2  # RowStats, from target rank 0
+    DRAFTS = 3  # of a draft process to target rank 0; of that to the verifier in two-phase steps
+    STOP = 4  # empty, to every worker: end the loop
+    ERROR = 5  # text, from a worker that cannot go on
+    MASKS = 6  # RowMasks, from the verifier to every target rank in two-phase steps
 
 
 # Sampled id of a row whose logits are not numbers: the verifier fails that request.
@@ -96,9 +107,10 @@ class SlotParams:
 
     @classmethod
     def from_wire(cls, raw: list[Any]) -> SlotParams:
-        *head, masked_ids, num_logprobs, request_id, history = raw
-        known = None if history is None else _ids(history)
-        return cls(*head, tuple(masked_ids), num_logprobs, request_id, known)
+        raw = list(raw)
+        raw[8] = tuple(raw[8])
+        raw[11] = None if raw[11] is None else _ids(raw[11])
+        return cls(*raw)
 
 
 @dataclass(frozen=True, slots=True)

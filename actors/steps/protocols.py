@@ -73,14 +73,6 @@ class Drafter(Protocol):
         needs nothing of it; in a process of its own it is not called."""
 
 
-class DraftHostLike(Protocol):
-    """A separate draft model, in its own process or the target's."""
-
-    def run(self, plan: StepPlan) -> DraftTokens:
-        """Execute the plan's draft part: feed, then draft. Also called without draft entries, to
-        follow admissions and block tables."""
-
-
 class StepClient(Protocol):
     """The verifier's side of one step, whatever carries it (same process or sockets)."""
 

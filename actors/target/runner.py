@@ -9,17 +9,25 @@ import torch
 
 from actors.model.host import ModelHost
 from actors.model.inputs import EntryRows
-from actors.steps.messages import DraftTokens, Int32Array, RowStats, StepPlan, token_array
+from actors.steps.messages import (
+    DraftTokens,
+    Int32Array,
+    RowMasks,
+    RowStats,
+    StepPlan,
+    token_array,
+)
+from actors.steps.protocols import Proposal, Verified
 from parallel.experts import ExpertShare
 from parallel.groups import SingleRank, TPGroup
 from specconfig.engine import EngineConfig
 
 
-class TargetRunner(ModelHost):
-    """One target rank without Ray: load, `allocate`, `warm_up`, then `run` a plan a step.
+class TargetRunner:
+    """One target rank without Ray: load, allocate and warm up its `host`, then `run` a plan a step.
 
     `replica` of `num_replicas`: among those over which experts are spread. With several,
-    `model.join_replicas` comes before `warm_up`.
+    `host.model.join_replicas` comes before the warm-up.
     """
 
     def __init__(
@@ -33,7 +41,7 @@ class TargetRunner(ModelHost):
     ) -> None:
         group = group or SingleRank()
         spread = config.parallel.enable_expert_parallel
-        super().__init__(
+        self.host = ModelHost(
             config,
             config.model,
             config.model.vocab_size,
@@ -43,15 +51,17 @@ class TargetRunner(ModelHost):
             steady_rows=1 + config.num_speculative_tokens,
         )
 
-    def run(self, plan: StepPlan, drafts: DraftTokens | None) -> RowStats:
-        """Execute the plan's target entries; `drafts` fills their pending rows.
+    def run(
+        self, plan: StepPlan, proposal: Proposal | None, masks: RowMasks | None = None
+    ) -> Verified:
+        """Execute the plan's target entries; `proposal` fills their pending rows.
 
         `num_rows` of the result counts logits rows an entry; a pending draft that did not come
         is a row less.
         """
         started = time.perf_counter()
-        self.take(plan)
-        pending = _drafts_by_slot(plan, drafts)
+        self.host.take(plan)
+        pending = _drafts_by_slot(plan, proposal.tokens if proposal is not None else None)
         entries: list[EntryRows] = []
         num_rows = np.zeros(len(plan.target), dtype=np.int32)
         for i, entry in enumerate(plan.target):
@@ -62,12 +72,14 @@ class TargetRunner(ModelHost):
                 ids = np.concatenate([ids, arrived])
             num_rows[i] = entry.num_logits - missing if entry.num_logits else 0
             entries.append(EntryRows(entry.slot, entry.start, ids, int(num_rows[i])))
-        columns = self.sample(entries)
-        return RowStats(
-            step=plan.step,
-            num_rows=num_rows,
-            columns=columns,
-            forward_ms=(time.perf_counter() - started) * 1e3,
+        columns = self.host.sample(entries)
+        return Verified(
+            RowStats(
+                step=plan.step,
+                num_rows=num_rows,
+                columns=columns,
+                forward_ms=(time.perf_counter() - started) * 1e3,
+            )
         )
 
 

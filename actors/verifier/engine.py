@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from actors.acceptance.base import AcceptanceMethod
@@ -212,23 +213,38 @@ class VerifierEngine:
         with self._wake:
             self._post(apply)
 
-    def restore_draft(self, connect: Callable[[], None] = lambda: None) -> None:
-        """Use a rebuilt draft model, whose KV is empty, from the next step on.
+    def restore_draft(
+        self, connect: Callable[[], None] = lambda: None, generation: int | None = None
+    ) -> Future[None]:
+        """Use a rebuilt drafter, whose KV is empty, from the next step on.
 
-        `connect` runs first, between two steps: it points the client at the new process. If it
-        fails, the draft model stays lost.
+        `connect` runs first, between two steps: it points the client at the new one. If it fails,
+        the drafter stays lost, and the result says why. `generation`: what plans call the new
+        drafter; None: one more than the last.
         """
+        applied: Future[None] = Future()
 
         def apply() -> None:
             try:
                 connect()
-            except Exception:
-                logger.exception("a rebuilt draft model could not be connected")
+            except Exception as error:
+                logger.exception("a rebuilt drafter could not be connected")
+                applied.set_exception(error)
                 return
-            self._loop.restore_draft()
+            self._loop.restore_draft(generation)
+            applied.set_result(None)
 
         with self._wake:
             self._post(apply)
+        return applied
+
+    def draft_lost(self) -> str | None:
+        """Why the drafter is lost; None while it is there, or none is meant to be."""
+        return self._loop.draft_lost
+
+    def is_running(self) -> bool:
+        """Whether the step loop runs."""
+        return self._thread.is_alive() and not self._is_stopping
 
     def status(self) -> EngineStatus:
         scheduler = self._loop.scheduler

@@ -142,10 +142,10 @@ class StepLoop:
             self.abort(request, error)
         self.deliver()
 
-    def restore_draft(self) -> None:
-        """A rebuilt draft model, with empty KV, answers from the next step on."""
+    def restore_draft(self, generation: int | None = None) -> None:
+        """A rebuilt drafter, with empty KV, answers from the next step on."""
         self.draft_lost = None
-        self.scheduler.restore_draft()
+        self.scheduler.restore_draft(generation)
 
     # --- data parallelism -------------------------------------------------------------------
 

@@ -134,15 +134,16 @@ class Scheduler:
         for request in self.running:
             request.draft_len = 0
 
-    def restore_draft(self) -> None:
+    def restore_draft(self, generation: int | None = None) -> None:
         """A new drafter is there. It knows no slot, no block table and has no KV: running requests
-        start over from their tokens, and cached blocks, which lack its part, are forgotten."""
+        start over from their tokens, and cached blocks, which lack its part, are forgotten.
+        `generation`: what plans call it; None: one more than the last."""
+        self.draft_generation = self.draft_generation + 1 if generation is None else generation
         while self.running:
             self.preempt_youngest()
         if self._law.keeps_kv:
             self.tables.forget_prefixes()
         self.has_drafter = self._law.arrives_in_step
-        self.draft_generation += 1
 
     def num_drafts_allowed(self, request: Request, num_for_batch: int) -> int:
         """K of this request in a step whose batch allows `num_for_batch`.
@@ -223,6 +224,7 @@ class Scheduler:
             (SlotParams(slot=slot, prompt_len=1, seed=0),),
             (BlockDelta(slot, 0, zero),),
             (TargetEntry(slot, 0, zero, 0, 0, 1),),
+            draft_generation=self.draft_generation,
         )
 
     def _fit(

@@ -13,12 +13,18 @@ import threading
 from collections.abc import Callable, Sequence
 
 from parallel.transport.frames import TransportError, TransportTimeout
-from parallel.transport.socket import FrameListener, FrameSocket, SocketDir, wait_any
+from parallel.transport.socket import (
+    CONNECT_TIMEOUT_S,
+    FrameListener,
+    FrameSocket,
+    Hello,
+    SocketDir,
+    wait_any,
+)
 from parallel.transport.tcp import TcpAddress, TcpFrameListener, TcpFrameSocket
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 60.0
 _SEND_S = 10.0
 _LOOK_S = 1.0
 
@@ -67,27 +73,29 @@ class Relay:
         self._start(run, f"{role} of ranks on this node")
         return listener.path
 
-    def export(self, path: str, generation: int) -> TcpAddress:
-        """Make the Unix listener at `path` reachable from other nodes, again and again."""
-        listener = TcpFrameListener(self._host, generation)
+    def export(self, path: str) -> TcpAddress:
+        """Make the Unix listener at `path` reachable from other nodes, again and again, for
+        whatever generation it waits for then."""
+        listener = TcpFrameListener(self._host, None)
 
         def meet() -> tuple[FrameSocket, FrameSocket]:
             far, hello = listener.accept(_LOOK_S)
-            return far, self._near(far, path, hello.role, hello.rank, generation)
+            return far, self._near(far, path, hello)
 
         self._start(lambda: self._bridge(meet, listener.close), f"export of {path}")
         return listener.address
 
-    def reach(self, address: TcpAddress, generation: int) -> str:
+    def reach(self, address: TcpAddress) -> str:
         """The other end of `export`: a path on this node that leads to `address`."""
-        listener = FrameListener(self._new_path("far"), generation)
+        listener = FrameListener(self._new_path("far"), None)
 
         def meet() -> tuple[FrameSocket, FrameSocket]:
             near, hello = listener.accept(_LOOK_S)
             try:
                 far = TcpFrameSocket.dial(
-                    TcpAddress(*address), hello.role, hello.rank, generation, os.getpid(), _SEND_S
-                )
+                    TcpAddress(*address), hello.role, hello.rank, hello.generation, os.getpid(),
+                    _SEND_S,
+                )  # fmt: skip
             except TransportError:
                 near.close()
                 raise
@@ -122,11 +130,11 @@ class Relay:
         thread.start()
         self._threads.append(thread)
 
-    def _near(
-        self, far: FrameSocket, path: str, role: str, rank: int, generation: int
-    ) -> FrameSocket:
+    def _near(self, far: FrameSocket, path: str, hello: Hello) -> FrameSocket:
         try:
-            return FrameSocket.connect(path, role, rank, generation, os.getpid(), _SEND_S)
+            return FrameSocket.connect(
+                path, hello.role, hello.rank, hello.generation, os.getpid(), _SEND_S
+            )
         except TransportError:
             far.close()
             raise

@@ -33,6 +33,9 @@ _HELLO = struct.Struct("<Ii16s")
 _PACKET_BYTES = HEADER.size + MAX_BODY_BYTES
 _CONNECT_PAUSE_S = 0.02
 
+# For a worker that was just started to connect, and for who started it to wait.
+CONNECT_TIMEOUT_S = 60.0
+
 
 class Hello(NamedTuple):
     """Who connected: the first frame of each connection."""
@@ -63,9 +66,12 @@ class SocketDir:
 
 
 class FrameSocket:
-    """One connection. Frames of a generation older than `generation` are dropped on receipt."""
+    """One connection. Frames of a generation older than `generation` are dropped on receipt.
 
-    def __init__(self, sock: socket.socket, generation: int) -> None:
+    `generation` None: that of the first frame that comes.
+    """
+
+    def __init__(self, sock: socket.socket, generation: int | None) -> None:
         sock.setblocking(False)
         self._sock: socket.socket | None = sock
         self._fd = sock.fileno()
@@ -110,14 +116,14 @@ class FrameSocket:
         return self._fd
 
     def send(self, kind: int, step: int, body: bytes, timeout_s: float) -> None:
-        """Send one frame whole.
+        """Send one frame whole. A frame cut by the deadline closes the connection.
 
         Raises:
             ConnectionLost, TransportTimeout.
         """
         sock = self._alive()
         deadline: float | None = None
-        for packet in packets(kind, step, self.generation, body):
+        for index, packet in enumerate(packets(kind, step, self.generation or 0, body)):
             while True:
                 try:
                     sock.send(packet)
@@ -125,7 +131,12 @@ class FrameSocket:
                 except BlockingIOError:
                     if deadline is None:
                         deadline = time.monotonic() + timeout_s
-                    self._wait(select.POLLOUT, deadline, "send")
+                    try:
+                        self._wait(select.POLLOUT, deadline, "send")
+                    except TransportTimeout:
+                        if index:
+                            self.close()  # half a body is out: nothing sensible can follow
+                        raise
                 except OSError as error:
                     raise ConnectionLost(f"send: {error}") from None
 
@@ -155,13 +166,8 @@ class FrameSocket:
             if not packet:
                 raise ConnectionLost("the other side closed the connection")
             frame = self._assembler.feed(packet)
-            if frame is None or frame.generation < self.generation:
-                continue
-            if frame.generation > self.generation:
-                raise TransportError(
-                    f"a frame of generation {frame.generation} reached generation {self.generation}"
-                )
-            return frame
+            if frame is not None and self._is_current(frame.generation):
+                return frame
 
     def close(self) -> None:
         """Idempotent. The other side sees the end of the connection."""
@@ -174,6 +180,16 @@ class FrameSocket:
             raise ConnectionLost("this side closed the connection")
         return self._sock
 
+    def _is_current(self, generation: int) -> bool:
+        """Whether a frame of `generation` is for this side; one from the future is an error."""
+        if self.generation is None:
+            self.generation = generation
+        if generation > self.generation:
+            raise TransportError(
+                f"a frame of generation {generation} reached generation {self.generation}"
+            )
+        return generation == self.generation
+
     def _wait(self, event: int, deadline: float, what: str) -> None:
         remaining = deadline - time.monotonic()
         poller = select.poll()
@@ -183,9 +199,13 @@ class FrameSocket:
 
 
 class FrameListener:
-    """Accepts connections at a socket path, each with its hello."""
+    """Accepts connections at a socket path, each with its hello.
 
-    def __init__(self, path: str, generation: int) -> None:
+    `generation`: of whom it waits for; None: of anyone. It may be raised between two calls: what
+    an older generation left in the queue is dropped.
+    """
+
+    def __init__(self, path: str, generation: int | None) -> None:
         self.path = path
         self.generation = generation
         self._sock: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -213,11 +233,16 @@ class FrameListener:
                 raise TransportTimeout(
                     f"nobody connected to {self.path} in {timeout_s} s"
                 ) from None
-            connection = FrameSocket(sock, self.generation)
+            connection = FrameSocket(sock, None)
             try:
                 frame = connection.recv(max(deadline - time.monotonic(), 1e-3))
                 if frame.kind != _HELLO_KIND:
                     raise TransportError(f"frame kind {frame.kind} came before a hello")
+                if self.generation is not None:
+                    connection.generation = self.generation
+                    if not connection._is_current(frame.generation):
+                        connection.close()
+                        continue
             except ConnectionLost:
                 connection.close()
                 continue  # gone before it said who it was

@@ -58,7 +58,7 @@ class TcpFrameSocket(FrameSocket):
     what waits in the kernel is all there is to wait for and `wait_any` is right.
     """
 
-    def __init__(self, sock: socket.socket, generation: int) -> None:
+    def __init__(self, sock: socket.socket, generation: int | None) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
@@ -105,9 +105,10 @@ class TcpFrameSocket(FrameSocket):
                         f"{timeout_s} s ({error})"
                     ) from None
                 time.sleep(_CONNECT_PAUSE_S)
-        connection = cls(sock, generation)
+        connection = cls(sock, None)  # the listener may not know yet whom it waits for
         try:
             challenge = connection.recv(max(deadline - time.monotonic(), 0.0)).body
+            connection.generation = generation
             nonce = secrets.token_bytes(_NONCE_BYTES)
             name = role.encode().ljust(16, b"\0")
             proof = _mac(address.secret, b"dial", challenge, nonce, name, struct.pack("<i", rank))
@@ -125,7 +126,7 @@ class TcpFrameSocket(FrameSocket):
     def send(self, kind: int, step: int, body: bytes, timeout_s: float) -> None:
         """Send one frame whole. A frame cut by the deadline closes the connection."""
         sock = self._alive()
-        packet = HEADER.pack(MAGIC, self.generation, step, kind, 0, len(body)) + body
+        packet = HEADER.pack(MAGIC, self.generation or 0, step, kind, 0, len(body)) + body
         view = memoryview(packet)
         deadline: float | None = None
         while view:
@@ -171,19 +172,17 @@ class TcpFrameSocket(FrameSocket):
             body = bytes(self._buffer)
             self._header, self._wanted = None, HEADER.size
             self._buffer.clear()
-            if generation < self.generation:
-                continue
-            if generation > self.generation:
-                raise TransportError(
-                    f"a frame of generation {generation} reached generation {self.generation}"
-                )
-            return Frame(kind, step, generation, body)
+            if self._is_current(generation):
+                return Frame(kind, step, generation, body)
 
 
 class TcpFrameListener:
-    """Accepts connections of those who know the secret. Binds `host` only, on a free port."""
+    """Accepts connections of those who know the secret. Binds `host` only, on a free port.
 
-    def __init__(self, host: str, generation: int, secret: bytes | None = None) -> None:
+    `generation`: of whom it waits for; None: of anyone.
+    """
+
+    def __init__(self, host: str, generation: int | None, secret: bytes | None = None) -> None:
         self.generation = generation
         self._secret = secret if secret is not None else secrets.token_bytes(32)
         self._sock: socket.socket | None = socket.create_server((host, 0), backlog=64)
@@ -213,7 +212,7 @@ class TcpFrameListener:
                 raise TransportTimeout(f"nobody connected to {where} in {timeout_s} s") from None
             except OSError as error:
                 raise ConnectionLost(f"the listener at {where} is closed: {error}") from None
-            connection = TcpFrameSocket(sock, self.generation)
+            connection = TcpFrameSocket(sock, None)
             try:
                 return connection, self._shake_hands(connection)
             except TransportError as error:
@@ -232,6 +231,8 @@ class TcpFrameListener:
         wanted = _mac(self._secret, b"dial", challenge, nonce, name, struct.pack("<i", rank))
         if not hmac.compare_digest(proof, wanted):
             raise TransportError("it does not know the secret")
+        if self.generation is not None and frame.generation != self.generation:
+            raise TransportError(f"generation {frame.generation} instead of {self.generation}")
         answer = _mac(self._secret, b"listen", nonce, challenge)
         connection.send(_HELLO_KIND, 0, answer, _HANDSHAKE_S)
         connection._max_body = _MAX_BODY_BYTES

@@ -17,13 +17,15 @@ from actors.errors import LoadError
 from actors.model.host import ModelHost
 from actors.model.inputs import EntryRows
 from actors.steps.messages import DraftEntry, DraftTokens, Stat, StepPlan, token_array
+from actors.steps.protocols import Proposal, Verified
 from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
 
 
 class DraftModelDrafter(ModelHost):
-    """One draft rank without Ray; lives as a target runner does: load, allocate, warm up, run."""
+    """One draft rank without Ray; lives as a target runner does: load, allocate, warm up, then
+    `propose` a step."""
 
     def __init__(
         self, config: EngineConfig, device: torch.device, group: TPGroup | None = None
@@ -45,7 +47,7 @@ class DraftModelDrafter(ModelHost):
         # Positions past the draft's own context are not fed: there the target goes on alone.
         self._max_len = config.draft_max_model_len or config.max_model_len
 
-    def run(self, plan: StepPlan) -> DraftTokens:
+    def propose(self, plan: StepPlan) -> Proposal:
         """Feed every draft entry, then draft for those that ask."""
         self.take(plan)
         asking = [entry for entry in plan.draft if entry.num_drafts > 0]
@@ -70,11 +72,17 @@ class DraftModelDrafter(ModelHost):
                 drafted[i].append(token)
         # An invalid sample (NaN logits) ends a run: a draft that cannot be fed is no draft.
         runs = [[token for token in run if token >= 0] for run in drafted]
-        return DraftTokens(
-            plan.step,
-            token_array([token for run in runs for token in run]),
-            token_array([len(run) for run in runs]),
+        return Proposal(
+            DraftTokens(
+                plan.step,
+                token_array([token for run in runs for token in run]),
+                token_array([len(run) for run in runs]),
+            )
         )
+
+    def absorb(self, plan: StepPlan, verified: Verified) -> None:
+        """It reads no states of the target."""
+        return
 
     def _fed_rows(self, entry: DraftEntry) -> EntryRows:
         room = max(self._max_len - entry.start, 0)

@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -456,7 +457,7 @@ def test_losing_and_restoring_the_draft_model(engines):
 
     def connect():
         host = fakes.FakeDraftHost(engine.limits, fakes.perfect(SCRIPT))
-        engine._client.replace_draft(host)
+        engine._client.replace_drafter(host)
 
     engine.restore_draft(connect)
     restored = one(engine, prompt, max_tokens=40)
@@ -472,7 +473,7 @@ def test_a_draft_model_restored_in_the_middle_of_requests(engines):
 
     def connect():
         host = fakes.FakeDraftHost(engine.limits, fakes.perfect(SCRIPT))
-        engine._client.replace_draft(host)
+        engine._client.replace_drafter(host)
 
     schedule = engine._loop.scheduler.schedule
     steps = iter(range(10_000))
@@ -782,7 +783,20 @@ def test_a_broken_target_fails_requests_and_health():
     target = fakes.ScriptedTarget(limits, SCRIPT)
     target.fail_at = 4
     engine = VerifierEngine(limits, InProcessStepClient(target))
-    results = fakes.run_all(engine, [fakes.request(str(i), PROMPT) for i in range(3)])
+    all_are_in, ended = threading.Event(), threading.Semaphore(0)
+    run = target.run
+    target.run = lambda *args: (all_are_in.wait(20), run(*args))[1]
+    results = [fakes.Collected() for _ in range(3)]
+
+    def sink(got, out):
+        got(out)
+        if out.finish_reason is not None:
+            ended.release()
+
+    for i, got in enumerate(results):
+        engine.add_request(fakes.request(str(i), PROMPT), partial(sink, got))
+    all_are_in.set()
+    assert all(ended.acquire(timeout=20) for _ in results)
     for got in results:
         assert "the target broke" in got.last.error
         assert got.last.finish_reason == FinishReason.ABORT

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from actors.errors import WorkerLost
-from actors.steps.client import FrameKind, SocketStepClient, serve_steps, target_handler
-from actors.steps.messages import StepPlan, TargetEntry, token_array
+from actors.steps.client import SocketStepClient
+from actors.steps.messages import FrameKind, StepPlan, TargetEntry, token_array
+from actors.steps.serve import serve_target
+from actors.steps.target_step import TargetStep
 from parallel.transport.frames import (
     HEADER,
     MAGIC,
@@ -148,7 +150,7 @@ class Node:
     def work(self, rank):
         connection = FrameSocket.connect(self.path, "target", rank, 3, os.getpid(), 5.0)
         self.connections[rank] = connection
-        serve_steps(connection, target_handler(self.targets[rank], answers=rank == 0))
+        serve_target(connection, TargetStep(self.targets[rank]), answers=rank == 0)
         connection.close()
 
 
@@ -188,15 +190,16 @@ def test_a_worker_that_dies_is_a_lost_worker_for_the_verifier(relay, listener) -
     assert not node.threads[0].is_alive(), "the other worker ends too"
 
 
-def test_drafts_reach_a_target_on_another_node_and_can_reconnect(relay) -> None:
+def test_drafts_reach_a_target_on_another_node_also_those_of_a_new_generation(relay) -> None:
     other = Relay("127.0.0.1")
     sockets = SocketDir()
     target = FrameListener(sockets.socket_path("drafts"), 3)
-    path = other.reach(relay.export(target.path, 3), 3)
+    path = other.reach(relay.export(target.path))
     for attempt in range(2):
-        draft = FrameSocket.connect(path, "draft", 0, 3, os.getpid(), 5.0)
+        target.generation = 3 + attempt
+        draft = FrameSocket.connect(path, "draft", 0, 3 + attempt, os.getpid(), 5.0)
         ours, hello = target.accept(5.0)
-        assert hello.role == "draft"
+        assert hello[:3] == ("draft", 0, 3 + attempt)
         draft.send(FrameKind.DRAFTS, attempt, b"abc", 1.0)
         assert ours.recv(5.0).body == b"abc"
         draft.close()
