@@ -7,15 +7,16 @@ import time
 import numpy as np
 import torch
 
-from actors.model.host import ModelHost
+from actors.model.host import ModelHost, load_model
 from actors.model.inputs import EntryRows
+from actors.model.taps import TapSpec
 from actors.steps.messages import DraftTokens, Int32Array, RowStats, StepPlan, token_array
 from parallel.experts import ExpertShare
 from parallel.groups import SingleRank, TPGroup
 from specconfig.engine import EngineConfig
 
 
-class TargetRunner(ModelHost):
+class TargetRunner:
     """One target rank without Ray: load, `allocate`, `warm_up`, then `run` a plan a step.
 
     `replica` of `num_replicas`: among those over which experts are spread. With several,
@@ -33,15 +34,22 @@ class TargetRunner(ModelHost):
     ) -> None:
         group = group or SingleRank()
         spread = config.parallel.enable_expert_parallel
-        super().__init__(
+        self.model = load_model(
             config,
             config.model,
-            config.model.vocab_size,
             device,
             group,
             experts=ExpertShare.of(group, replica, num_replicas) if spread else None,
+            taps=TapSpec.of(config),
+        )
+        self.host = ModelHost(
+            config,
+            self.model,
+            vocab_size=config.model.vocab_size,
             steady_rows=1 + config.num_speculative_tokens,
         )
+        self.allocate, self.warm_up = self.host.allocate, self.host.warm_up
+        self.kv_layers = self.host.kv_layers
 
     def run(self, plan: StepPlan, drafts: DraftTokens | None) -> RowStats:
         """Execute the plan's target entries; `drafts` fills their pending rows.
@@ -50,7 +58,7 @@ class TargetRunner(ModelHost):
         is a row less.
         """
         started = time.perf_counter()
-        self.take(plan)
+        self.host.take(plan)
         pending = _drafts_by_slot(plan, drafts)
         entries: list[EntryRows] = []
         num_rows = np.zeros(len(plan.target), dtype=np.int32)
@@ -62,7 +70,7 @@ class TargetRunner(ModelHost):
                 ids = np.concatenate([ids, arrived])
             num_rows[i] = entry.num_logits - missing if entry.num_logits else 0
             entries.append(EntryRows(entry.slot, entry.start, ids, int(num_rows[i])))
-        columns = self.sample(entries)
+        columns = self.host.run(entries, step=plan.step).columns
         return RowStats(
             step=plan.step,
             num_rows=num_rows,
