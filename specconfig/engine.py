@@ -194,6 +194,12 @@ class EngineConfig(Frozen):
         return bool(self.speculative and self.speculative.speculator.taps_aux_layers)
 
     @property
+    def uses_last_hidden_state(self) -> bool:
+        """Whether the drafter reads the state behind the target's final norm."""
+        law = self.draft_law
+        return law is not None and law.reads_target_states and not self.uses_aux_hidden_states
+
+    @property
     def aux_hidden_state_layer_ids(self) -> tuple[int, ...] | None:
         """Residual streams to tap, ascending; None when the drafter needs none."""
         if self.speculative is None or not self.uses_aux_hidden_states:
