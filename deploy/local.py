@@ -30,7 +30,7 @@ import psutil
 import yaml
 
 import deploy
-from deploy.demo import available_memory_mib
+from actors.memory import available_bytes
 from deploy.errors import UserError
 from specconfig.app_args import AppArgs
 from specconfig.errors import ConfigError
@@ -99,16 +99,16 @@ def read_serve_file(
 
 
 def _check_memory(args: AppArgs) -> None:
-    available = available_memory_mib()
+    available = available_bytes()
     model = Path(args.model).expanduser()
     if available is None or not model.is_dir() or args.device == "cuda":
         return
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) // 2**20
     needed = _BASE_MIB + args.resolved_num_replicas * weights
-    if needed > available:
+    if needed * 2**20 > available:
         raise UserError(
             f"too little memory: serving {args.model} needs about {needed} MiB "
-            f"({weights} MiB of weights), this machine has {available} MiB free; "
+            f"({weights} MiB of weights), this machine has {available // 2**20} MiB free; "
             "close other programs or use a smaller model"
         )
 
@@ -152,37 +152,43 @@ def ray_cluster(address: str | None, say: Callable[[str], None]) -> Iterator[Non
         contextlib.redirect_stdout(_WithoutRaylet(sys.stdout)),
         contextlib.redirect_stderr(_WithoutRaylet(sys.stderr)),
     ):
+        ours: list[psutil.Process] = []
         try:
             if address is None:
                 say("Starting Ray")
-                _start_private(folder)
+                _start_private(folder, ours)
             else:
                 say(f"Connecting to Ray at {address}")
                 _connect(address)
             yield
         finally:
-            started = psutil.Process().children(recursive=True) if address is None else []
+            started = [p for root in ours for p in (root, *_descendants(root))]
             ray.shutdown()
             _end(started)
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_private(folder: str | None) -> None:
+def _start_private(folder: str | None, ours: list[psutil.Process]) -> None:
+    """Start Ray; the processes it begins with go to `ours`, also when it fails half-way."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=max(4, os.cpu_count() or 1),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        dashboard_host="127.0.0.1",
-        namespace="serve",
-        log_to_driver=False,
-        logging_level="ERROR",
-        _node_ip_address="127.0.0.2",
-        _temp_dir=folder,
-    )
+    before = set(psutil.Process().children())
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(4, os.cpu_count() or 1),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            dashboard_host="127.0.0.1",
+            namespace="serve",
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address="127.0.0.2",
+            _temp_dir=folder,
+        )
+    finally:
+        ours += [child for child in psutil.Process().children() if child not in before]
 
 
 def _connect(address: str) -> None:
@@ -226,8 +232,15 @@ def _make_importable() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
 def _end(processes: list[psutil.Process]) -> None:
-    """End what is left of `processes`: first ask, then kill. Only processes of ours, by id."""
+    """End what is left of `processes`: first ask, then kill."""
     _, alive = psutil.wait_procs(processes, timeout=5)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
