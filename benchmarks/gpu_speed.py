@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+
 import torch
 
 from actors.startup.preflight import size_kv
