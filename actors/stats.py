@@ -55,9 +55,8 @@ Snapshot = dict[str, float | list[int] | dict[str, int] | HistogramSnapshot]
 class EngineStats:
     """What happened since start. Written by the loop's thread only; reading is always safe.
 
-    Draft counters follow algorithms.md section 5: a draft step counts when it had at least one
-    real draft, and accepted counts are taken after a stop trimmed the run, so output tokens,
-    usage and these counters always agree.
+    A draft step counts when it had at least one real draft, and accepted counts are taken after a
+    stop trimmed the run, so output tokens, usage and these counters always agree.
     """
 
     def __init__(self) -> None:

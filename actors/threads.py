@@ -18,7 +18,7 @@ SPIN_COUNT = 2000
 
 def cache_dir() -> Path:
     """Folder for what Paceline builds or converts: `$PACELINE_CACHE` or `~/.cache/paceline`."""
-    return Path(os.environ.get("PACELINE_CACHE", "~/.cache/paceline")).expanduser()
+    return Path(os.environ.get("PACELINE_CACHE") or "~/.cache/paceline").expanduser()
 
 
 def usable_cores() -> int:

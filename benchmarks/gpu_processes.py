@@ -22,7 +22,8 @@ from actors.steps.client import (
 from actors.target.runner import TargetRunner
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
-from benchmarks.gpu_models import TINY_DRAFT, Report, answers, build_engine, random_weights, resolve
+from benchmarks.gpu_models import TINY_DRAFT, answers, build_engine, random_weights, resolve
+from benchmarks.gpu_report import Report
 from parallel.transport.socket import FrameListener, FrameSocket, SocketDir
 from specconfig.engine import EngineConfig
 

@@ -105,7 +105,8 @@ def _version() -> str:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from deploy.local import read_serve_file, say_to_stdout, serving
+    from deploy.local import say_to_stdout, serving
+    from deploy.serve_file import read_serve_file
 
     file = read_serve_file(options.file, host=options.host, port=options.port)
     with serving(file, options.address, say_to_stdout):
@@ -116,7 +117,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     from deploy.demo import demo_file, ensure_demo_model
-    from deploy.local import read_serve_file, say_to_stdout, serving
+    from deploy.local import say_to_stdout, serving
+    from deploy.serve_file import read_serve_file
     from deploy.show import show
 
     model = ensure_demo_model(say_to_stdout)

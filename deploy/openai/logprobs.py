@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from actors.requests import RunOutput, TokenLogprob
-from deploy.text import TokenBytes
+from deploy.token_bytes import TokenBytes
 
 # JSON has no infinity; this is what the public API shows for "impossible".
 _FLOOR = -9999.0

@@ -72,6 +72,7 @@ class Sampling(Strict, ABC):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    cache_salt: str | None = None
     speculation: SpeculationOptions | None = None
 
     @model_validator(mode="before")

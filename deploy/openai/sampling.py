@@ -26,6 +26,7 @@ def to_generate_request(body: Sampling, request_id: str) -> GenerateRequest:
         ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens,
         num_logprobs=body.num_logprobs,
+        cache_salt=body.cache_salt,
         speculation_enabled=speculation.enabled if speculation else True,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation else None,
     )

@@ -146,7 +146,7 @@ def test_every_serve_file_is_valid(path: Path, tmp_path: Path) -> None:
 
 def test_the_demo_file_resolves(tmp_path: Path) -> None:
     from deploy.demo import demo_file
-    from deploy.local import read_serve_file
+    from deploy.serve_file import read_serve_file
     from tests.tiny import write_tiny_config
 
     model = write_tiny_config(tmp_path / "m")

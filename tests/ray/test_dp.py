@@ -17,7 +17,8 @@ import psutil
 import pytest
 import yaml
 
-from deploy.local import read_serve_file, serving
+from deploy.local import serving
+from deploy.serve_file import read_serve_file
 from tests.serve.conftest import free_port
 from tests.tiny import write_tiny_model
 

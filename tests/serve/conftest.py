@@ -12,7 +12,8 @@ import openai
 import pytest
 import yaml
 
-from deploy.local import ServeFile, read_serve_file, serving
+from deploy.local import serving
+from deploy.serve_file import ServeFile, read_serve_file
 from tests.tiny import write_tiny_model
 
 MAX_MODEL_LEN = 512

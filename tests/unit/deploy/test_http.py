@@ -97,7 +97,7 @@ def test_the_engine_gets_what_the_client_asked(connect: Connect, engine: Scripte
     extra = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "stop": ["a", "b"],
         "stop_token_ids": [9], "ignore_eos": True, "include_stop_str_in_output": True,
-        "skip_special_tokens": False, "min_tokens": 2, "max_tokens": 20,
+        "skip_special_tokens": False, "min_tokens": 2, "max_tokens": 20, "cache_salt": "tenant-1",
         "speculation": {"enabled": False, "num_speculative_tokens": 2},
     }  # fmt: skip
     post(connect, "/v1/completions", {**PLAIN, **extra})
@@ -108,6 +108,7 @@ def test_the_engine_gets_what_the_client_asked(connect: Connect, engine: Scripte
     assert (request.stop_token_ids, request.ignore_eos) == ((9,), True)
     assert (request.include_stop_str_in_output, request.skip_special_tokens) == (True, False)
     assert (request.min_tokens, request.max_tokens) == (2, 20)
+    assert request.cache_salt == "tenant-1"
     assert (request.speculation_enabled, request.num_speculative_tokens) == (False, 2)
 
 
@@ -348,6 +349,7 @@ def test_a_long_prompt_is_400_with_both_numbers(connect: Connect) -> None:
         ({"stop": ""}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"cache_salt": "s" * 2000}, "cache_salt"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 500}, "max_tokens"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import demo, local
+from deploy import demo, local, serve_file
 from deploy.errors import UserError
 from deploy.terminal import Marker, Streamed
 
@@ -60,9 +60,9 @@ def test_too_little_memory_is_said_before_anything_starts(
     from tests.tiny import write_tiny_config
 
     model = write_tiny_config(tmp_path / "m")
-    monkeypatch.setattr(local, "available_memory_mib", lambda: 100)
+    monkeypatch.setattr(serve_file, "available_bytes", lambda: 100 << 20)
     with pytest.raises(UserError, match=r"too little memory.* 100 MiB"):
-        local.read_serve_file(
+        serve_file.read_serve_file(
             demo.demo_file(), overrides={"model": str(model), "max_model_len": 64}
         )
 

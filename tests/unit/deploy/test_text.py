@@ -5,7 +5,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.errors import InvalidRequest, LoadError
-from deploy.text import Conversation, Message, TextProcessor, TokenBytes
+from deploy.text import Conversation, Message, TextProcessor
+from deploy.token_bytes import TokenBytes
 from tests.tiny import byte_tokenizer
 
 
