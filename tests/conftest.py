@@ -1,12 +1,42 @@
-"""What all tests share."""
+"""What all tests share: the environment, and which tests run side by side."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
+
+import pytest
 
 # Ray reads its token once per process, so all private clusters of a test session share one. Set
 # before anything imports Ray.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Tests give Ray a home of its own. Kernels and compiled layers are built once all the same.
+os.environ.setdefault("PACELINE_CACHE", str(Path("~/.cache/paceline").expanduser()))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.environ["PACELINE_CACHE"] + "/inductor")
+# Two processes share two cores: threads that spin for each other would cost more than they give.
+# Tests of threads ask for them by number. Set before anything imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Groups that start first, in this order, because they take longest. One process runs a group:
+# there is one Ray at a time, and folders that share processes or models make them once.
+_FIRST = ("ray", "tests/parity/test_demo_model.py", "tests/architecture")
+
+
+def _group(item: pytest.Item) -> str:
+    if item.get_closest_marker("ray") is not None:
+        return "ray"
+    path = item.nodeid.partition("::")[0]
+    folder = path.rpartition("/")[0]
+    return path if folder in ("tests/parity", "tests/unit/engine") else folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for `pytest -n 2 --dist loadgroup`, and their order. Without -n nothing changes."""
+    ranks = {name: number for number, name in enumerate(_FIRST)}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: ranks.get(_group(item), len(ranks)))
