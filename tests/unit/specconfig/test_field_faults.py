@@ -13,7 +13,7 @@ import pytest
 
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
-from specconfig.explain import explain_file
+from specconfig.explaining.explain import explain_file
 from specconfig.options import SpeculativeOptions
 from tests.unit.specconfig.catalog import (
     TARGET,

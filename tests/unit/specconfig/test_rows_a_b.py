@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from specconfig.errors import ConfigError
-from specconfig.inference import is_dotted_path
-from specconfig.registry import BUILTIN_METHODS, MTP_ALIASES
+from specconfig.method_names import BUILTIN_METHODS, MTP_ALIASES
+from specconfig.resolving.method import is_dotted_path
 from tests.unit.specconfig.catalog import engine, spec, target, warnings_of
 
 EHS = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from specconfig.draft import CACHE_ONLY_ROPE
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
-from specconfig.model_facts import rope_types
+from specconfig.facts.model_facts import rope_types
+from specconfig.speculators.draft_config import CACHE_ONLY_ROPE
 from tests.unit.specconfig.catalog import (
     CATALOG,
     TARGET,

@@ -10,7 +10,7 @@ import pytest
 
 from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError
-from specconfig.mtp_families import rewrite
+from specconfig.formats.mtp_families import rewrite
 from tests.unit.specconfig.catalog import (
     CATALOG,
     TARGET,

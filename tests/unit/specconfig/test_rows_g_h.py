@@ -11,7 +11,7 @@ import pytest
 from specconfig.dynamic_k import parse_table, tokens_for_batch
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
-from specconfig.synthetic import rates_from_length
+from specconfig.resolving.synthetic import rates_from_length
 from tests.unit.specconfig.catalog import TARGET, engine, facts, spec, warnings_of
 
 NGRAM = {"method": "ngram", "K": 4}

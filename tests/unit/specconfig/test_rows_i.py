@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from specconfig.engine_args import EngineArgs, merge_flags
+from specconfig.engine_args import EngineArgs
+from specconfig.engine_fields import merge_flags
 from specconfig.errors import ConfigError
 from specconfig.formats.speculators import convert_if_speculators
 from tests.unit.specconfig.catalog import (
