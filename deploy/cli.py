@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # `explain` has options of its own, in the configuration layer.
     if arguments[:1] == ["explain"]:
-        from specconfig.explain import main as explain
+        from specconfig.explaining.explain import main as explain
 
         return explain(arguments[1:])
     options = _parser().parse_args(arguments)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from specconfig.engine import EngineConfig
     from specconfig.engine_args import EngineArgs
     from specconfig.errors import ConfigError
-    from specconfig.explain import Explanation, explain_file
+    from specconfig.explaining.explain import explain_file
+    from specconfig.explaining.explanation import Explanation
     from specconfig.model import ModelConfig, ParallelConfig
     from specconfig.registry import register_speculative_method, registered_speculative_methods
     from specconfig.speculative import SpeculativeConfig
@@ -30,12 +31,12 @@ _HOMES = {
     "Decision": "decisions",
     "EngineArgs": "engine_args",
     "EngineConfig": "engine",
-    "Explanation": "explain",
+    "Explanation": "explaining.explanation",
     "ModelConfig": "model",
     "ParallelConfig": "model",
     "SpeculativeConfig": "speculative",
     "SpeculatorConfig": "speculators.base",
-    "explain_file": "explain",
+    "explain_file": "explaining.explain",
     "register_acceptance_method": "acceptance",
     "register_speculative_method": "registry",
     "registered_speculative_methods": "registry",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,6 +14,21 @@ DTYPE_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "auto": 2,
     "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
 }  # fmt: skip
+
+
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
+
+
+def text_section(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Language part of a possibly nested config; never a copy of a flat one."""
+    thinker = hf.get("thinker_config")
+    if isinstance(thinker, Mapping):
+        return text_section(thinker)
+    for name in _TEXT_SECTIONS:
+        section = hf.get(name)
+        if isinstance(section, Mapping) and section:
+            return dict(section)
+    return hf if isinstance(hf, dict) else dict(hf)
 
 
 class Frozen(BaseModel):
@@ -72,8 +88,6 @@ class ModelConfig(Frozen):
     @property
     def text_config(self) -> dict[str, Any]:
         """The language part of a nested (multimodal) config, or the whole config."""
-        from specconfig.facts import text_section
-
         return text_section(self.hf_config)
 
     @property
@@ -108,7 +122,7 @@ class CacheConfig(Frozen):
     kv_cache_memory_bytes: int | None = Field(
         default=None, ge=1, description="Bytes of KV per rank; None = sized by the engine."
     )
-    gpu_memory_utilization: float = Field(gt=0, le=1, description="Share of device memory in use.")
+    gpu_memory_utilization: float = Field(gt=0, le=1, description="KV's share of free memory.")
     enable_prefix_caching: bool = Field(description="Reuse KV of equal prefixes.")
 
 
@@ -125,7 +139,7 @@ class ParallelConfig(Frozen):
     """Process layout of one model."""
 
     tensor_parallel_size: int = Field(default=1, ge=1, description="Shards of each layer.")
-    data_parallel_size: int = Field(default=1, ge=1, description="Engine replicas in lockstep.")
+    data_parallel_size: int = Field(default=1, ge=1, description="Replicas of one gang.")
     pipeline_parallel_size: int = Field(default=1, ge=1, le=1, description="Always 1.")
     enable_expert_parallel: bool = Field(default=False, description="Spread experts over ranks.")
     placement: Placement = Field(
@@ -151,7 +165,7 @@ class ParallelConfig(Frozen):
 class RuntimeConfig(Frozen):
     """Choices about running that no model depends on."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(description="'auto' is settled at launch.")
+    device: Literal["auto", "cpu", "cuda"] = Field(description="'auto': settled by each worker.")
     batch_invariant: bool = Field(description="Bitwise equal output for any batching or K.")
     compile_layers: Literal["auto", "on", "off"] = Field(description="Compile decoder layers.")
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads per rank.")

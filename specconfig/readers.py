@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from specconfig.acceptance import BUILTIN
 from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError
+from specconfig.method_names import CONFIG_BY_METHOD
 from specconfig.options import SECTION, SpeculativeOptions
-from specconfig.registry import CONFIG_BY_METHOD, load_class
+from specconfig.registry import load_class
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Checkpoint formats that are not a plain Hugging Face config."""
+"""Checkpoints whose config becomes another one before it is read."""

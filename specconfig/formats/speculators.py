@@ -12,15 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from specconfig.decisions import DecisionLog
+from specconfig.engine_fields import FLAGS, EngineFields
 from specconfig.errors import ConfigError, FormatError
-from specconfig.facts import expand
-from specconfig.model_facts import CLASS_DEFAULTS
-
-if TYPE_CHECKING:
-    from specconfig.decisions import DecisionLog
-    from specconfig.engine_args import EngineArgs
+from specconfig.facts.model_facts import CLASS_DEFAULTS
+from specconfig.facts.source import expand
+from specconfig.options import normalise_keys
 
 Hf = dict[str, Any]
 
@@ -323,7 +322,7 @@ class ServedSpeculator:
 
 
 def serve_speculators_model(
-    args: EngineArgs, model: str, hf: Hf, log: DecisionLog
+    args: EngineFields, model: str, hf: Hf, log: DecisionLog
 ) -> ServedSpeculator | None:
     """Target and options of a speculator given as ``model``; None for any other checkpoint."""
     if not is_speculators(hf) or "://" in model or Path(expand(model)).is_file():
@@ -350,10 +349,7 @@ def serve_speculators_model(
     return ServedSpeculator(target, merged)
 
 
-def _user_options(args: EngineArgs) -> dict[str, Any]:
-    from specconfig.engine_args import FLAGS
-    from specconfig.options import normalise_keys
-
+def _user_options(args: EngineFields) -> dict[str, Any]:
     for flag, key in FLAGS:
         if getattr(args, flag) is not None:
             spelled = "--" + flag.replace("_", "-")
@@ -369,7 +365,12 @@ def _user_options(args: EngineArgs) -> dict[str, Any]:
 
 
 def _note(
-    args: EngineArgs, kind: str, target: str, tokens: int, merged: dict[str, Any], log: DecisionLog
+    args: EngineFields,
+    kind: str,
+    target: str,
+    tokens: int,
+    merged: dict[str, Any],
+    log: DecisionLog,
 ) -> None:
     log.note("model", target, "checkpoint", f"target named by the {kind} speculator")
     log.note("speculative_config.method", merged["method"], "checkpoint", f"{kind} speculator")
@@ -390,9 +391,7 @@ def _note(
         )
 
 
-def normalised_pins(args: EngineArgs) -> list[str]:
+def normalised_pins(args: EngineFields) -> list[str]:
     """User keys that a served speculator overrides."""
-    from specconfig.options import normalise_keys
-
     given = normalise_keys(args.speculative_config or {})
     return [key for key in ("method", "model") if given.get(key) is not None]

@@ -5,19 +5,17 @@ this class, or the class of the built-in method it resembles, and overrides what
 
 Static needs are class variables; values that depend on settings are properties. During resolution
 the hooks (``default_model``, ``configure``, ``specialize``) fill a ``Resolution``; afterwards an
-instance is a read-only view of one ``SpeculativeConfig``.
+instance is a read-only view of the resolved settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from specconfig.errors import ConfigError
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
-    from specconfig.speculative import SpeculativeConfig
+from specconfig.model import ModelConfig
+from specconfig.speculators.resolution import Resolution
 
 Host = Literal["verifier", "target", "draft"]
 
@@ -26,6 +24,22 @@ METHOD_OPTIONS = (
     "xpress_topc", "speculator_options",
 )  # fmt: skip
 """Fields that only some methods read; set for any other method they are an error."""
+
+
+class ResolvedSettings(Protocol):
+    """The resolved settings that capabilities depend on; a ``SpeculativeConfig`` has them."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K."""
+
+    @property
+    def draft_model_config(self) -> ModelConfig | None:
+        """The draft; the target itself for lookup drafters."""
+
+    @property
+    def speculator_options(self) -> dict[str, Any] | None:
+        """Free options of a registered method."""
 
 
 class SpeculatorConfig:
@@ -63,7 +77,7 @@ class SpeculatorConfig:
     may_share_target_positions: ClassVar[bool] = False
     """Position table may be grown to the target's length (if the RoPE type allows it)."""
 
-    def __init__(self, spec: SpeculativeConfig) -> None:
+    def __init__(self, spec: ResolvedSettings) -> None:
         self.spec = spec
 
     # Hooks used while resolving ------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from specconfig.errors import ConfigError
+from specconfig.facts.source import is_dotted_path
 from specconfig.speculators.base import SpeculatorConfig
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
+from specconfig.speculators.resolution import Resolution
 
 
 class CustomClassSpeculatorConfig(SpeculatorConfig):
@@ -33,8 +30,6 @@ class CustomClassSpeculatorConfig(SpeculatorConfig):
     @classmethod
     def configure(cls, res: Resolution) -> None:
         """Take the target as vocabulary source and say that this path is experimental."""
-        from specconfig.inference import is_dotted_path
-
         model = res.values["model"]
         if not is_dotted_path(model):
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from specconfig.errors import ConfigError
 from specconfig.speculators.base import SpeculatorConfig
@@ -15,9 +15,7 @@ from specconfig.speculators.eagle import (
     inherit_missing,
     wrap_head,
 )
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
+from specconfig.speculators.resolution import Resolution
 
 _MUSE_GLIMMER = "MuseGlimmerAssistantModel"
 _CANDIDATE_HEADS = ("DFlash2DraftModel", "DFlash2BeamDraftModel")

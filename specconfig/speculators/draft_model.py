@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from specconfig.errors import ConfigError
 from specconfig.speculators.base import SpeculatorConfig
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
+from specconfig.speculators.draft_config import build_draft
+from specconfig.speculators.resolution import Resolution
 
 
 class CheckpointSpeculatorConfig(SpeculatorConfig):
@@ -63,8 +62,6 @@ class CheckpointSpeculatorConfig(SpeculatorConfig):
     @classmethod
     def configure(cls, res: Resolution) -> None:
         """Derive the draft's ModelConfig, K and parallel layout."""
-        from specconfig.draft import build_draft
-
         res.reset_lookup()
         build_draft(res, cls)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from specconfig.errors import ConfigError
 from specconfig.speculators.base import SpeculatorConfig
@@ -13,6 +13,7 @@ from specconfig.speculators.dflash import (
     limit_to_block,
     settle_candidates,
 )
+from specconfig.speculators.dspark_omni import check_contract
 from specconfig.speculators.eagle import (
     architecture_of,
     check_head_vocab,
@@ -20,9 +21,7 @@ from specconfig.speculators.eagle import (
     inherit_missing,
 )
 from specconfig.speculators.mtp import default_to_target
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
+from specconfig.speculators.resolution import Resolution
 
 TOPK_ARCHITECTURES = ("Qwen3DSparkModel", "Qwen3OmniDSparkModel")
 _NATIVE = (*TOPK_ARCHITECTURES, "MuseSparkDSparkModel", "Gemma4DSparkModel", "K3DSparkModel")
@@ -100,8 +99,6 @@ class DSparkSpeculatorConfig(DFlashSpeculatorConfig):
         assert res.draft is not None
         target, draft = res.require_target(), res.draft
         if target.model_type == "qwen3_omni_moe":
-            from specconfig.speculators.dspark_omni import check_contract
-
             check_contract(target, draft, res.values["num_speculative_tokens"])
         elif draft.model_type not in _IN_CHECKPOINT:
             check_head_vocab(res)

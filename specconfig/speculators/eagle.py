@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from specconfig.errors import ConfigError, FormatError
-from specconfig.facts import text_section
+from specconfig.facts.tokenizer_facts import same_tokenizer
+from specconfig.model import text_section
 from specconfig.speculators.base import SpeculatorConfig
 from specconfig.speculators.draft_model import CheckpointSpeculatorConfig
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
+from specconfig.speculators.resolution import Resolution
 
 # "eagle-3" and "eagle_3" are spellings of the third version.
 _EAGLE_PATH = re.compile(r"eagle[-_](?!3)")
@@ -162,8 +161,6 @@ def check_head_vocab(res: Resolution) -> None:
     target, draft = res.require_target(), res.draft
     res.shared_vocab_size = min(target.vocab_size, draft.vocab_size)
     if draft.vocab_size != target.vocab_size:
-        from specconfig.tokenizer_facts import same_tokenizer
-
         shared = same_tokenizer(res.facts, target, draft)
         if shared is None or shared > res.shared_vocab_size:
             raise ConfigError(

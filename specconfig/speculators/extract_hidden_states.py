@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from specconfig.errors import ConfigError
 from specconfig.speculators.base import SpeculatorConfig
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
+from specconfig.speculators.resolution import Resolution
 
 _P = "speculative_config"
 _IDS = "eagle_aux_hidden_state_layer_ids"

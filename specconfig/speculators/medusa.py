@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from specconfig.errors import ConfigError
 from specconfig.speculators.draft_model import CheckpointSpeculatorConfig
@@ -13,9 +13,7 @@ from specconfig.speculators.eagle import (
     check_target_width,
     inherit_missing,
 )
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
+from specconfig.speculators.resolution import Resolution
 
 _HEAD_KEYS = ("medusa_num_heads", "num_heads")
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specconfig.errors import ConfigError
-from specconfig.facts import text_section
-from specconfig.mtp_families import MTP_MODEL_TYPES, TARGETS_WITHOUT_MTP, TRAINED_FOR_REPEATS
+from specconfig.facts.model_facts import is_moe
+from specconfig.formats.mtp_families import (
+    MTP_MODEL_TYPES,
+    TARGETS_WITHOUT_MTP,
+    TRAINED_FOR_REPEATS,
+)
+from specconfig.model import text_section
 from specconfig.speculators.base import SpeculatorConfig
 from specconfig.speculators.eagle import EagleSpeculatorConfig, architecture_of, check_head_dtype
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
+from specconfig.speculators.resolution import Resolution
 
 _FIELD = "speculative_config.num_speculative_tokens"
 
@@ -138,8 +141,6 @@ def _num_modules(hf: Mapping[str, Any]) -> int:
 
 def _transformers_mtp(res: Resolution, hf: dict[str, Any]) -> None:
     """Targets that transformers itself runs with `num_mtp_layers`."""
-    from specconfig.model_facts import is_moe
-
     model = res.values["model"]
     layers = hf.get("num_mtp_layers")
     if not layers:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from specconfig.speculators.base import SpeculatorConfig
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
+from specconfig.speculators.resolution import Resolution
 
 
 class SuffixSpeculatorConfig(SpeculatorConfig):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from specconfig.app_args import AppArgs
-from specconfig.registry import BUILTIN_METHODS
+from specconfig.method_names import BUILTIN_METHODS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specconfig", "parallel", "actors", "deploy", "training")
@@ -95,7 +95,7 @@ def test_an_imported_package_is_ours(package: str) -> None:
 
 def test_importing_the_configuration_is_light() -> None:
     code = (
-        "import sys, specconfig.app_args, specconfig.explain;"
+        "import sys, specconfig.app_args, specconfig.explaining.explain;"
         "print([m for m in ('torch', 'ray', 'transformers', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run(

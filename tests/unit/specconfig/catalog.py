@@ -10,6 +10,7 @@ from specconfig.decisions import DecisionLog
 from specconfig.engine import EngineConfig
 from specconfig.engine_args import EngineArgs
 from specconfig.model import ModelConfig, ParallelConfig
+from specconfig.resolving.speculation import resolve_speculation
 from specconfig.speculative import SpeculativeConfig
 
 TARGET = "meta/target"
@@ -215,7 +216,7 @@ def spec(
     chosen = target_config
     if chosen is None and model is not None:
         chosen = target(model, **(target_args or {}))
-    return SpeculativeConfig.resolve(
+    return resolve_speculation(
         expand(given), target=chosen, parallel=ParallelConfig(**parallel), facts=source, log=log
     )
 

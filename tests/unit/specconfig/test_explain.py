@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from specconfig.explain import Explanation, explain_file, main
+from specconfig.explaining.explain import explain_file, main
+from specconfig.explaining.explanation import Explanation
+from specconfig.explaining.text import render
 from tests.unit.specconfig.catalog import CATALOG, dflash, dspark, facts, head, llama, speculator
 
 ROOT = Path(__file__).parents[3]
@@ -75,17 +77,17 @@ def write(directory: Path, text: str) -> Path:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_config_is_valid(path: Path) -> None:
     explanation = explain_file(path, hub)
-    assert explanation.ok, explanation.render()
+    assert explanation.ok, render(explanation)
     [app] = explanation.apps
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# "), "explain what the file is for"
     assert ("# Planned: " in text) is (app.cannot_start is not None)
     assert explanation.can_start is (app.cannot_start is None)
-    assert ("LOSSY" in explanation.render()) is not app.config.is_lossless
+    assert ("LOSSY" in render(explanation)) is not app.config.is_lossless
 
 
 def test_every_method_has_a_config() -> None:
-    from specconfig.registry import CONFIG_BY_METHOD, PARALLEL_METHODS
+    from specconfig.method_names import CONFIG_BY_METHOD, PARALLEL_METHODS
 
     names = {path.stem for path in CONFIGS}
     # ngram_gpu is a second name of ngram.
@@ -94,13 +96,13 @@ def test_every_method_has_a_config() -> None:
 
 def test_experts_over_replicas_are_explained() -> None:
     explanation = explain_file(ROOT / "deploy" / "configs" / "experts.yaml", hub)
-    assert "2 rank(s), experts spread over the gang's 8, in lockstep" in explanation.render()
+    assert "2 rank(s), experts spread over the gang's 8, in lockstep" in render(explanation)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dynamic_k_dp", "errors"])
 def test_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(GOLDEN)
-    got = explain_file(f"{name}.yaml", facts).render()
+    got = render(explain_file(f"{name}.yaml", facts))
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(got, encoding="utf-8")
@@ -156,7 +158,7 @@ def test_error_names_file_line_field_and_fix(
     [problem] = explanation.problems
     assert (problem.line, problem.field) == (line, field)
     assert fix in problem.fix
-    assert f"{path}:{line}: " in explanation.render()
+    assert f"{path}:{line}: " in render(explanation)
 
 
 def test_all_unknown_keys_at_once(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
 
 PROGRAM = """
 import sys
-from specconfig.explain import main
+from specconfig.explaining.explain import main
 code = main(sys.argv[1:])
 heavy = [m for m in ("torch", "ray", "transformers") if m in sys.modules]
 assert not heavy, heavy
@@ -279,7 +281,7 @@ def test_a_local_model_is_explained_in_under_a_second(tmp_path: Path) -> None:
 
 def test_known_serve_keys_equal_rays_schema() -> None:
     schema = pytest.importorskip("ray.serve.schema")
-    from specconfig import serve_keys
+    from specconfig.explaining import serve_keys
 
     pairs = [
         (serve_keys.TOP, schema.ServeDeploySchema), (serve_keys.APPLICATION,

@@ -15,11 +15,12 @@ from pydantic import BaseModel, ValidationError
 import specconfig
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
-from specconfig.engine_args import EngineArgs, parse_bytes
+from specconfig.engine_args import EngineArgs
+from specconfig.engine_fields import parse_bytes
 from specconfig.errors import ConfigError, MethodMismatchError
-from specconfig.facts import default_facts
-from specconfig.model_facts import CLASS_DEFAULTS
-from specconfig.registry import BUILTIN_METHODS
+from specconfig.facts.model_facts import CLASS_DEFAULTS
+from specconfig.facts.source import default_facts
+from specconfig.method_names import BUILTIN_METHODS
 from tests.unit.specconfig.catalog import TARGET, engine, facts, llama, tiny, with_models
 
 ROOT = Path(__file__).parents[3]
@@ -55,9 +56,11 @@ def test_frozen_and_strict() -> None:
 
 
 def every_model() -> list[type[BaseModel]]:
-    from specconfig import decisions, explain, memory, model, options, speculative
+    from specconfig import decisions, draft_law, model, options, speculative
+    from specconfig.explaining import explanation
+    from specconfig.resolving import kv_memory
 
-    modules = (decisions, explain, memory, model, options, speculative)
+    modules = (decisions, draft_law, explanation, kv_memory, model, options, speculative)
     found: set[type[BaseModel]] = {EngineArgs, AppArgs}
     for module in modules:
         for value in vars(module).values():

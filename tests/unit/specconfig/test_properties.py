@@ -15,7 +15,10 @@ from specconfig.dynamic_k import parse_table, tokens_for_batch
 from specconfig.engine import EngineConfig
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
-from specconfig.explain import Explanation, explain_file
+from specconfig.explaining.explain import explain_file
+from specconfig.explaining.explanation import Explanation
+from specconfig.explaining.text import render
+from specconfig.resolving.speculation import resolve_speculation
 from specconfig.speculative import SpeculativeConfig
 from tests.unit.specconfig.catalog import TARGET, facts, target
 
@@ -62,7 +65,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 
 def attempt(config: dict[str, Any]) -> SpeculativeConfig | str:
     try:
-        return SpeculativeConfig.resolve(config, target=MODEL, facts=facts)
+        return resolve_speculation(config, target=MODEL, facts=facts)
     except ConfigError as error:
         return str(error)
 
@@ -75,7 +78,7 @@ def test_resolving_is_pure_and_idempotent(config: dict[str, Any]) -> None:
     assert config == before
     assert attempt(config) == first
     if isinstance(first, SpeculativeConfig):
-        again = SpeculativeConfig.resolve(first, target=MODEL, facts=facts)
+        again = resolve_speculation(first, target=MODEL, facts=facts)
         assert again == first
 
 
@@ -117,7 +120,7 @@ def test_explanations_round_trip(config: dict[str, Any]) -> None:
         path.write_text(yaml.safe_dump({"model": TARGET, "speculative_config": config}))
         explanation = explain_file(path, facts)
         assert Explanation.from_json(explanation.to_json()) == explanation
-        assert explanation.render().strip()
+        assert render(explanation).strip()
         assert explanation.ok is bool(explanation.apps)
         for problem in explanation.problems:
             assert problem.message and problem.line >= 1

@@ -12,7 +12,7 @@ import pytest
 from specconfig.app_args import AppArgs
 from specconfig.draft_law import DraftLaw
 from specconfig.errors import ConfigError
-from specconfig.explain import READ
+from specconfig.explaining.explain import READ
 from specconfig.options import SpeculativeOptions
 from specconfig.readers import (
     ENGINE_READERS,

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from specconfig import facts as facts_module
 from specconfig import registry
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
+from specconfig.facts import source as facts_module
 from specconfig.formats.speculators import convert_if_speculators
 from specconfig.speculators.ngram import NgramSpeculatorConfig
 from tests.unit.specconfig.catalog import (

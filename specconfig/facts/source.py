@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from specconfig.errors import FactsUnavailable
+from specconfig.facts.gguf_header import read_gguf_facts
 
 Facts = dict[str, Any]
 FactsSource = Callable[[str, str | None], Mapping[str, Any]]
@@ -23,25 +24,19 @@ FactsSource = Callable[[str, str | None], Mapping[str, Any]]
 GENERATION_KEY = "__generation_config__"
 """Extra key under which a source may return generation_config.json (for its eos ids)."""
 
-_TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
-
-
-def text_section(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Language part of a possibly nested config; never a copy of a flat one."""
-    thinker = hf.get("thinker_config")
-    if isinstance(thinker, Mapping):
-        return text_section(thinker)
-    for name in _TEXT_SECTIONS:
-        section = hf.get(name)
-        if isinstance(section, Mapping) and section:
-            return dict(section)
-    return hf if isinstance(hf, dict) else dict(hf)
-
 
 def expand(path: str) -> str:
     """``~`` and environment variables expanded, as a shell would."""
     # Not Path.expanduser: that would also rewrite "https://" and raise for unknown users.
     return os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
+
+
+def is_dotted_path(model: str | None) -> bool:
+    """Whether ``model`` reads as ``package.module.Class`` rather than as a path or an id."""
+    if model is None or "/" in model or urlparse(model).scheme in ("http", "https", "file"):
+        return False
+    parts = model.split(".")
+    return len(parts) >= 2 and all(part.isidentifier() for part in parts)
 
 
 def _read_json(path: Path, model: str) -> Facts:
@@ -134,8 +129,6 @@ def default_facts(model: str, revision: str | None) -> Facts:
         return _read_directory(path, model)
     if path.is_file():
         if path.suffix == ".gguf":
-            from specconfig.formats.gguf_header import read_gguf_facts
-
             return read_gguf_facts(path)
         raise FactsUnavailable(
             "model",

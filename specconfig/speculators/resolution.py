@@ -8,9 +8,9 @@ from typing import Any
 from specconfig.acceptance import EXACT_MATCH, AcceptanceMethod
 from specconfig.decisions import DecisionLog
 from specconfig.errors import ConfigError
-from specconfig.facts import FactsSource
+from specconfig.facts.model_facts import HfTransform
+from specconfig.facts.source import FactsSource
 from specconfig.model import ModelConfig, ParallelConfig
-from specconfig.model_facts import HfTransform
 from specconfig.options import SpeculativeFields, SpeculativeOptions
 
 

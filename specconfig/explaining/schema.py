@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from specconfig.app_args import AppArgs
+from specconfig.method_names import BUILTIN_METHODS
 from specconfig.options import SpeculativeOptions
-from specconfig.registry import BUILTIN_METHODS
 
 _KV_SIZE = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGT]i?B?|B)?\s*$"}
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specconfig.errors import FormatError
-from specconfig.model_facts import is_moe
-from specconfig.registry import MTP_ALIASES
+from specconfig.facts.model_facts import is_moe
+from specconfig.method_names import MTP_ALIASES
 
 Hf = dict[str, Any]
 

@@ -9,16 +9,18 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import yaml
-from pydantic import Field
 
 from specconfig.app_args import AppArgs
 from specconfig.decisions import Decision
 from specconfig.engine import EngineConfig
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError, unknown_key
-from specconfig.facts import FactsSource
-from specconfig.memory import KvPlan, kv_plan
-from specconfig.model import Frozen
+from specconfig.explaining.explanation import AppExplanation, Explanation, Problem
+from specconfig.explaining.schema import app_schema
+from specconfig.explaining.serve_keys import BUILDER, Finding, check_serve_keys
+from specconfig.explaining.text import render
+from specconfig.explaining.yaml_lines import DuplicateKey, Lines, Path, line_of, parse
+from specconfig.facts.source import FactsSource
 from specconfig.options import (
     INJECTED,
     SECTION,
@@ -27,66 +29,7 @@ from specconfig.options import (
     normalise_keys,
 )
 from specconfig.readers import check_supported
-from specconfig.serve_keys import BUILDER, Finding, check_serve_keys
-from specconfig.yaml_lines import DuplicateKey, Lines, Path, line_of, parse
-
-
-class Problem(Frozen):
-    """One thing to correct in the file."""
-
-    line: int = Field(description="Line of the file, from 1.")
-    field: str = Field(description="Dotted path of the setting.")
-    value: str = Field(description="What was given, as text.")
-    message: str = Field(description="What is wrong, with the allowed values.")
-    fix: str = Field(description="What to change.")
-
-
-class AppExplanation(Frozen):
-    """One engine: its plan and how each value came to be."""
-
-    name: str
-    values: tuple[Decision, ...] = Field(description="Every value with its source.")
-    config: EngineConfig
-    serving: dict[str, Any] = Field(description="Settings outside the engine.")
-    memory: KvPlan
-    capabilities: dict[str, Any]
-    cannot_start: Problem | None = Field(
-        default=None, description="Why this installation refuses the file at start."
-    )
-
-
-class Explanation(Frozen):
-    """Meaning of one file: explained applications, or problems to fix."""
-
-    path: str
-    apps: tuple[AppExplanation, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    skipped: tuple[str, ...] = Field(default=(), description="Applications that are not ours.")
-
-    @property
-    def ok(self) -> bool:
-        """Whether the file is valid; see ``can_start`` too."""
-        return not self.problems
-
-    @property
-    def can_start(self) -> bool:
-        """Whether this installation serves it."""
-        return self.ok and all(app.cannot_start is None for app in self.apps)
-
-    def render(self) -> str:
-        """Text for a terminal."""
-        from specconfig.explain_text import render
-
-        return render(self)
-
-    def to_json(self) -> str:
-        """Everything as JSON; ``from_json`` gives an equal explanation."""
-        return json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Explanation:
-        """Inverse of ``to_json``."""
-        return cls.model_validate(json.loads(text))
+from specconfig.resolving.kv_memory import kv_plan
 
 
 def explain_file(path: str | FilePath, facts: FactsSource | None = None) -> Explanation:
@@ -301,8 +244,6 @@ def main(argv: Sequence[str], facts: FactsSource | None = None) -> int:
     flags = [word for word in argv if word.startswith("-")]
     files = [word for word in argv if not word.startswith("-")]
     if flags == ["--schema"] and not files:
-        from specconfig.schema import app_schema
-
         sys.stdout.write(json.dumps(app_schema(), indent=2, sort_keys=True) + "\n")
         return 0
     if flags in (["-h"], ["--help"]):
@@ -312,7 +253,7 @@ def main(argv: Sequence[str], facts: FactsSource | None = None) -> int:
         sys.stderr.write(_USAGE)
         return 2
     explanation = explain_file(files[0], facts)
-    text = explanation.to_json() if flags else explanation.render()
+    text = explanation.to_json() if flags else render(explanation)
     # Problems go to the same stream as explanations: with --json it is one document either way.
     sys.stdout.write(text.rstrip("\n") + "\n")
     return 0 if explanation.can_start else 1

@@ -1,24 +1,24 @@
-"""Layer three of resolution: the draft's own model config and parallel layout."""
+"""The draft's own model config and parallel layout, for methods with a checkpoint."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from specconfig.errors import ConfigError
-from specconfig.facts import load_facts, text_section
-from specconfig.model import ModelConfig, ParallelConfig
-from specconfig.model_facts import (
+from specconfig.facts.model_facts import (
     apply_transform,
     declared_length,
-    expert_counts,
     is_moe,
     model_config,
     rope_types,
 )
-
-if TYPE_CHECKING:
-    from specconfig.resolution import Resolution
-    from specconfig.speculators.draft_model import CheckpointSpeculatorConfig
+from specconfig.facts.source import load_facts
+from specconfig.facts.splits import check_experts, check_heads
+from specconfig.formats.mtp_families import rewrite
+from specconfig.formats.speculators import convert_if_speculators
+from specconfig.model import ModelConfig, ParallelConfig, text_section
+from specconfig.speculators.resolution import Resolution
 
 CACHE_ONLY_ROPE = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
 """RoPE types whose length only sizes a table; growing it changes no frequency."""
@@ -26,13 +26,31 @@ CACHE_ONLY_ROPE = frozenset({"default", "linear", "llama3", "ntk", "proportional
 _PREFIX = "speculative_config"
 
 
+class DraftHooks(Protocol):
+    """What a method with a checkpoint of its own decides about its draft's config."""
+
+    @property
+    def tokens_repeat_modules(self) -> bool:
+        """Whether K must be a multiple of the checkpoint's own count."""
+
+    @property
+    def may_share_target_positions(self) -> bool:
+        """Whether its position table may grow to the target's length."""
+
+    def adapt(self, res: Resolution, hf: dict[str, Any]) -> None:
+        """Rewrite the config in place, before sizes are read."""
+
+    def checkpoint_tokens(self, hf: Mapping[str, Any]) -> tuple[int | None, str]:
+        """K that the checkpoint declares, and the key that says so."""
+
+    def missing_tokens(self, res: Resolution) -> ConfigError:
+        """Error for a K that nobody gave."""
+
+
 def load_draft(res: Resolution) -> dict[str, Any]:
     """Draft config after format conversion, the MTP rewrite and the target's transform."""
     if res.draft_hf is not None:
         return res.draft_hf
-    from specconfig.formats.speculators import convert_if_speculators
-    from specconfig.mtp_families import rewrite
-
     res.require_target()
     model = str(res.values["model"])
     hf = load_facts(res.facts, model, res.values["revision"], f"{_PREFIX}.model")
@@ -48,12 +66,12 @@ def load_draft(res: Resolution) -> dict[str, Any]:
     return hf
 
 
-def build_draft(res: Resolution, cls: type[CheckpointSpeculatorConfig]) -> None:
+def build_draft(res: Resolution, hooks: DraftHooks) -> None:
     """Fill ``res.draft``, ``res.draft_parallel`` and K for a checkpoint drafter."""
     target = res.require_target()
     hf = load_draft(res)
     before = _architecture(hf)
-    cls.adapt(res, hf)
+    hooks.adapt(res, hf)
     after = _architecture(hf)
     res.log.note(
         f"{_PREFIX}.draft_model_config",
@@ -61,9 +79,9 @@ def build_draft(res: Resolution, cls: type[CheckpointSpeculatorConfig]) -> None:
         "checkpoint" if before == after else "inferred",
         "draft architecture as declared" if before == after else f"draft config wraps {before}",
     )
-    resolve_num_tokens(res, cls, hf)
+    resolve_num_tokens(res, hooks, hf)
     derived = declared_length(hf) or target.max_model_len
-    lift_positions(res, cls, hf, target)
+    lift_positions(res, hooks, hf, target)
     limit = _draft_max_model_len(res, derived, target)
     own_tokenizer = bool(res.values["use_heterogeneous_vocab"])
     model = str(res.values["model"])
@@ -91,12 +109,12 @@ def _architecture(hf: dict[str, Any]) -> str:
 
 
 def lift_positions(
-    res: Resolution, cls: type[CheckpointSpeculatorConfig], hf: dict[str, Any], target: ModelConfig
+    res: Resolution, hooks: DraftHooks, hf: dict[str, Any], target: ModelConfig
 ) -> None:
     """Grow the draft's position table to the target's length where that is only a table."""
     text = text_section(hf)
     safe = set(rope_types(hf)) <= CACHE_ONLY_ROPE
-    res.draft_shares_target_positions = cls.may_share_target_positions and safe
+    res.draft_shares_target_positions = hooks.may_share_target_positions and safe
     old = text.get("max_position_embeddings")
     if not res.draft_shares_target_positions or old is None or old >= target.max_model_len:
         return
@@ -110,22 +128,20 @@ def lift_positions(
     )
 
 
-def resolve_num_tokens(
-    res: Resolution, cls: type[CheckpointSpeculatorConfig], hf: dict[str, Any]
-) -> None:
+def resolve_num_tokens(res: Resolution, hooks: DraftHooks, hf: dict[str, Any]) -> None:
     """K from the user, else from the checkpoint; both must fit together."""
     wanted = res.values["num_speculative_tokens"]
-    declared, origin = cls.checkpoint_tokens(hf)
+    declared, origin = hooks.checkpoint_tokens(hf)
     if wanted is not None:
         limit = f"checkpoint declares {declared}" if declared else "checkpoint sets no limit"
         res.log.note_given(f"{_PREFIX}.num_speculative_tokens", wanted, limit)
     else:
         if declared is None:
-            raise cls.missing_tokens(res)
+            raise hooks.missing_tokens(res)
         res.values["num_speculative_tokens"] = declared
         res.log.note(f"{_PREFIX}.num_speculative_tokens", declared, "checkpoint", origin)
         return
-    if cls.tokens_repeat_modules and declared and wanted > declared and wanted % declared:
+    if hooks.tokens_repeat_modules and declared and wanted > declared and wanted % declared:
         raise ConfigError(
             f"{_PREFIX}.num_speculative_tokens",
             wanted,
@@ -202,32 +218,3 @@ def draft_parallel(res: Resolution, draft: ModelConfig, target: ModelConfig) -> 
     )
     check_experts(draft, parallel, "draft")
     return parallel
-
-
-def check_experts(model: ModelConfig, parallel: ParallelConfig, role: str) -> None:
-    """Whole experts must split evenly over the ranks that they are spread over."""
-    ranks = parallel.num_expert_ranks
-    for count in expert_counts(model.hf_config):
-        if count % ranks:
-            raise ConfigError(
-                "enable_expert_parallel",
-                True,
-                f"for a number of ranks that divides the experts: {role} model {model.model!r} has "
-                f"{count} experts, and tensor parallel size x data parallel size is {ranks}",
-                f"make that product one of {[n for n in range(1, count + 1) if count % n == 0]}, "
-                "or remove enable_expert_parallel",
-            )
-
-
-def check_heads(model: ModelConfig, degree: int, field: str, role: str) -> None:
-    """Attention heads must split evenly over the ranks."""
-    heads = model.num_attention_heads
-    if heads % degree:
-        raise ConfigError(
-            field,
-            degree,
-            f"a divisor of the {role} model's {heads} attention heads",
-            f"use one of {[d for d in range(1, heads + 1) if heads % d == 0]}",
-            message=f"{role} model {model.model!r}: {heads} attention heads must be divisible by "
-            f"tensor parallel size {degree}",
-        )

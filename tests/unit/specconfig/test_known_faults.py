@@ -1,6 +1,6 @@
-"""Faults users reported elsewhere: classes CONF, LOAD, VOCAB and the table part of DYNK.
+"""Faults that users of other engines reported: settings, checkpoints, vocabularies, tables of K.
 
-Test ids name the check. What needs weights or a running engine is tested with the engine.
+What needs weights or a running engine is tested with the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
-from specconfig.explain import explain_file
+from specconfig.explaining.explain import explain_file
 from specconfig.options import SpeculativeOptions
 from tests.unit.specconfig.catalog import (
     TARGET,
@@ -35,47 +35,47 @@ def message(given: dict[str, Any], **kwargs: Any) -> str:
     return str(raised.value)
 
 
-def test_CONF_1_too_many_tokens_for_the_checkpoint() -> None:
+def test_too_many_tokens_for_the_checkpoint() -> None:
     text = message({"model": "org/n3-eagle3", "K": 4})
     assert "num_speculative_tokens=4" in text and "n_predict=3" in text
 
 
-def test_CONF_1_budget_errors_name_the_settings() -> None:
+def test_budget_errors_name_the_settings() -> None:
     text = message({"method": "pard", "model": "meta/tiny-pard", "K": 16},
                    max_num_seqs=256, max_num_batched_tokens=2048)  # fmt: skip
     for part in ("num_speculative_tokens=16", "max_num_seqs=256", "max_num_batched_tokens=2048"):
         assert part in text
 
 
-def test_CONF_1_budget_warnings_name_the_settings_too() -> None:
+def test_budget_warnings_name_the_settings_too() -> None:
     config = engine({"method": "ngram", "K": 16}, max_num_seqs=256, max_num_batched_tokens=2048)
     [warning] = config.warnings
     for part in ("num_speculative_tokens=16", "max_num_seqs=256", "max_num_batched_tokens=2048"):
         assert part in warning
 
 
-def test_CONF_1_typos_get_a_proposal() -> None:
+def test_typos_get_a_proposal() -> None:
     assert "'num_speculative_tokens'" in message({"method": "ngram", "num_speculative_token": 3})
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
         EngineArgs(model=TARGET, max_num_sequences=3)
 
 
-def test_CONF_3_hyphens_and_underscores() -> None:
+def test_hyphens_and_underscores() -> None:
     data = {"model": TARGET, "speculative-config": {"method": "ngram", "num-speculative-tokens": 3}}
     assert EngineArgs.from_mapping(data).resolve(facts).num_speculative_tokens == 3
 
 
-def test_CONF_3_two_spellings_of_one_key() -> None:
+def test_two_spellings_of_one_key() -> None:
     with pytest.raises(ConfigError, match="one spelling per key"):
         EngineArgs.from_mapping({"model": TARGET, "max-num-seqs": 1, "max_num_seqs": 2})
 
 
-def test_CONF_5_unknown_methods_fail_at_parse_time() -> None:
+def test_unknown_methods_fail_at_parse_time() -> None:
     text = message({"method": "wat", "K": 1})
     assert "Unknown speculative method 'wat'" in text and "'dspark'" in text
 
 
-def test_CONF_7_parallel_drafting_is_never_ignored() -> None:
+def test_parallel_drafting_is_never_ignored() -> None:
     text = message({"method": "eagle", "model": "org/eagle-head", "K": 3,
                     "parallel_drafting": True})  # fmt: skip
     assert "parallel_drafting does not apply" in text
@@ -89,13 +89,13 @@ def test_CONF_7_parallel_drafting_is_never_ignored() -> None:
         ("[1]", "not an object"),
     ],
 )
-def test_CONF_9_the_received_string_is_shown(text: str, gist: str) -> None:
+def test_the_received_string_is_shown(text: str, gist: str) -> None:
     with pytest.raises(ConfigError, match=gist) as raised:
         EngineArgs.from_mapping({"model": TARGET, "speculative_config": text})
     assert repr(text) in str(raised.value)
 
 
-def test_CONF_9_inline_and_file(tmp_path: Path) -> None:
+def test_inline_and_file(tmp_path: Path) -> None:
     body = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
     file = tmp_path / "spec.json"
     file.write_text(body)
@@ -104,12 +104,12 @@ def test_CONF_9_inline_and_file(tmp_path: Path) -> None:
         assert args.resolve(facts).num_speculative_tokens == 3
 
 
-def test_CONF_10_draft_degree_lists_what_is_allowed() -> None:
+def test_draft_degree_lists_what_is_allowed() -> None:
     given = {"model": "meta/tiny", "K": 3, "draft_tensor_parallel_size": 2}
     assert "1 or 4" in message(given, tensor_parallel_size=4)
 
 
-def test_CONF_10_nested_text_config() -> None:
+def test_nested_text_config() -> None:
     inner = llama()
     outer = {"architectures": ["SomeVLForConditionalGeneration"], "model_type": "some_vl",
              "text_config": {k: v for k, v in inner.items() if k != "architectures"}}  # fmt: skip
@@ -126,11 +126,11 @@ def test_CONF_10_nested_text_config() -> None:
     "field", [name for name, info in SpeculativeOptions.model_fields.items()
               if info.default is None and name not in ("method", "num_speculative_tokens")]
 )  # fmt: skip
-def test_CONF_11_null_means_absent(field: str) -> None:
+def test_null_means_absent(field: str) -> None:
     assert spec({**NGRAM, field: None}) == spec(NGRAM)
 
 
-def test_CONF_12_defaults_are_a_snapshot() -> None:
+def test_defaults_are_a_snapshot() -> None:
     defaults = {name: info.default for name, info in EngineArgs.model_fields.items()
                 if name != "model" and info.default is not None}  # fmt: skip
     assert defaults == {
@@ -153,7 +153,7 @@ def test_CONF_12_defaults_are_a_snapshot() -> None:
     }  # fmt: skip
 
 
-def test_CONF_14_one_plan_for_every_run_mode(tmp_path: Path) -> None:
+def test_one_plan_for_every_run_mode(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     args = {"model": TARGET, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     app = {"name": "a", "import_path": "deploy.app:build", "args": args}
@@ -162,7 +162,7 @@ def test_CONF_14_one_plan_for_every_run_mode(tmp_path: Path) -> None:
     assert served.compute_hash() == EngineArgs.from_mapping(args).resolve(facts).compute_hash()
 
 
-def test_LOAD_1_rope_in_either_place_and_optional_keys() -> None:
+def test_rope_in_either_place_and_optional_keys() -> None:
     bare = {
         key: value
         for key, value in head().items()
@@ -182,20 +182,20 @@ def test_LOAD_1_rope_in_either_place_and_optional_keys() -> None:
         assert config.aux_hidden_state_layer_ids == (2, 16, 29)
 
 
-def test_LOAD_7_quantisation_is_the_drafts_own() -> None:
+def test_quantisation_is_the_drafts_own() -> None:
     source = with_models({"t/q": llama(quantization_config={"quant_method": "fp8"})})
     config = engine({"model": "meta/tiny", "K": 3}, model="t/q", source=source)
     assert config.model.quantization == "fp8"
     assert config.draft_model is not None and config.draft_model.quantization is None
 
 
-def test_LOAD_10_another_width_is_fine_for_a_draft_model() -> None:
+def test_another_width_is_fine_for_a_draft_model() -> None:
     config = engine({"model": "meta/tiny", "K": 3})
     assert config.draft_model is not None
     assert config.draft_model.hidden_size != config.model.hidden_size
 
 
-def test_LOAD_10_a_head_of_another_width_is_not() -> None:
+def test_a_head_of_another_width_is_not() -> None:
     hf = head(hidden_size=2048, num_attention_heads=16)
     source = with_models({"org/narrow-eagle3": hf})
     assert "width 2048" in message({"model": "org/narrow-eagle3", "K": 3}, source=source)
@@ -207,18 +207,18 @@ def test_LOAD_10_a_head_of_another_width_is_not() -> None:
     ("ids", "gist"),
     [([2, 2, 5], "increasing"), ([5, 2], "increasing"), ([2, 33], "32 layers"), ([-1, 2], "32")],
 )
-def test_LOAD_tapped_layers_are_checked(ids: list[int], gist: str) -> None:
+def test_tapped_layers_are_checked(ids: list[int], gist: str) -> None:
     source = with_models({"org/x-eagle3": head(eagle_aux_hidden_state_layer_ids=ids)})
     assert gist in message({"model": "org/x-eagle3", "K": 3}, source=source)
 
 
-def test_LOAD_the_last_residual_stream_can_be_tapped() -> None:
+def test_the_last_residual_stream_can_be_tapped() -> None:
     source = with_models({"org/x-eagle3": head(eagle_aux_hidden_state_layer_ids=[0, 32])})
     config = engine({"model": "org/x-eagle3", "K": 3}, source=source)
     assert config.aux_hidden_state_layer_ids == (0, 32)
 
 
-def test_LOAD_mask_id_is_an_embedding_row() -> None:
+def test_mask_id_is_an_embedding_row() -> None:
     source = with_models({"meta/bad-pard": tiny(pard_token=32000)})
     given = {"method": "pard", "model": "meta/bad-pard", "K": 3}
     assert "below the draft's vocab_size 32000" in message(given, source=source)
@@ -238,13 +238,13 @@ class TokenizerFacts:
         return self._vocabs.get(model)
 
 
-def test_VOCAB_1_sizes_differ() -> None:
+def test_sizes_differ() -> None:
     source = with_models({"t/100": llama(vocab_size=100), "d/90": tiny(vocab_size=90)})
     text = message({"model": "d/90", "K": 3}, model="t/100", source=source)
     assert "100" in text and "90" in text and "use_heterogeneous_vocab" in text
 
 
-def test_VOCAB_1_padding_rows_are_no_difference() -> None:
+def test_padding_rows_are_no_difference() -> None:
     vocab = {f"t{i}": i for i in range(100)}
     models = {"t/104": llama(vocab_size=104), "d/112": tiny(vocab_size=112)}
     source = TokenizerFacts(models, {"t/104": vocab, "d/112": dict(vocab)})
@@ -252,13 +252,13 @@ def test_VOCAB_1_padding_rows_are_no_difference() -> None:
     assert config.speculative is not None and config.speculative.shared_vocab_size == 100
 
 
-def test_VOCAB_1_other_tokens_of_the_same_number_are() -> None:
+def test_other_tokens_of_the_same_number_are() -> None:
     models = {"t/104": llama(vocab_size=104), "d/112": tiny(vocab_size=112)}
     source = TokenizerFacts(models, {"t/104": {"a": 0}, "d/112": {"b": 0}})
     assert "differ" in message({"model": "d/112", "K": 3}, model="t/104", source=source)
 
 
-def test_VOCAB_1_local_tokenizers_are_compared(tmp_path: Path) -> None:
+def test_local_tokenizers_are_compared(tmp_path: Path) -> None:
     def save(name: str, hf: dict[str, Any]) -> str:
         place = tmp_path / name
         place.mkdir()
@@ -273,12 +273,12 @@ def test_VOCAB_1_local_tokenizers_are_compared(tmp_path: Path) -> None:
     assert config.speculative is not None and config.speculative.shared_vocab_size == 3
 
 
-def test_VOCAB_1_heads_must_match_the_target() -> None:
+def test_heads_must_match_the_target() -> None:
     source = with_models({"org/v-eagle3": head(vocab_size=32064)})
     assert "32064" in message({"model": "org/v-eagle3", "K": 3}, source=source)
 
 
-def test_VOCAB_5_revisions_reach_both_loaders() -> None:
+def test_revisions_reach_both_loaders() -> None:
     seen: list[tuple[str, str | None]] = []
 
     def source(model: str, revision: str | None) -> Any:
@@ -292,19 +292,19 @@ def test_VOCAB_5_revisions_reach_both_loaders() -> None:
     assert config.draft_model is not None and config.draft_model.tokenizer_revision == "k1"
 
 
-def test_DYNK_1_lookup_past_the_table() -> None:
+def test_lookup_past_the_table() -> None:
     table = {"1-16": 3, "64-128": 2, "256-4096": 0}
     config = engine({**NGRAM, "num_speculative_tokens_per_batch_size": table})
     got = [config.num_speculative_tokens_for_batch(n) for n in (16, 17, 64, 200, 256, 5000)]
     assert got == [3, 3, 2, 2, 0, 0]
 
 
-def test_DYNK_1_errors_name_the_range() -> None:
+def test_errors_name_the_range() -> None:
     overlap = message({**NGRAM, "num_speculative_tokens_per_batch_size": {"1-4": 3, "4-8": 1}})
     assert "4-8" in overlap
     reverse = message({**NGRAM, "num_speculative_tokens_per_batch_size": {"9-1": 3}})
     assert "9-1 is reversed" in reverse
 
 
-def test_DYNK_7_drafting_stops_at_its_own_limit() -> None:
+def test_drafting_stops_at_its_own_limit() -> None:
     assert engine({"model": "meta/tiny", "K": 3, "max_model_len": 32}).draft_max_model_len == 32

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specconfig.facts import FactsSource, expand
+from specconfig.facts.source import FactsSource, expand
 from specconfig.model import ModelConfig
 
 

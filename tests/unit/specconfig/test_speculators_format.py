@@ -1,4 +1,4 @@
-"""Acceptance rows I: EngineArgs merging and the speculators format."""
+"""Short flags, and checkpoints in the speculators format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from specconfig.engine_args import EngineArgs, merge_flags
+from specconfig.engine_args import EngineArgs
+from specconfig.engine_fields import merge_flags
 from specconfig.errors import ConfigError
 from specconfig.formats.speculators import convert_if_speculators
 from tests.unit.specconfig.catalog import (
@@ -37,12 +38,12 @@ def serve(hf: dict[str, Any], **kwargs: Any) -> Any:
                   **kwargs)  # fmt: skip
 
 
-def test_I1_nothing() -> None:
+def test_nothing_given_is_plain_decoding() -> None:
     assert args().resolve(facts).speculative is None
     assert merge_flags(args()) is None
 
 
-def test_I2_flags_alone() -> None:
+def test_flags_alone_are_a_config() -> None:
     config = args(spec_method="ngram", spec_tokens=3).resolve(facts)
     assert config.speculative is not None
     assert (config.speculative.method, config.num_speculative_tokens) == ("ngram", 3)
@@ -53,11 +54,11 @@ def test_I2_flags_alone() -> None:
     [
         pytest.param({"speculative_config": K3, "spec_tokens": 5},
                      "--spec-tokens and speculative_config\\['num_speculative_tokens'\\]",
-                     id="I3-tokens"),
+                     id="tokens"),
         pytest.param({"speculative_config": {"method": None}, "spec_method": "ngram"},
-                     "--spec-method and speculative_config\\['method'\\]", id="I3-null"),
+                     "--spec-method and speculative_config\\['method'\\]", id="null"),
         pytest.param({"speculative_config": {"num-speculative-tokens": 3}, "spec_tokens": 5},
-                     "mutually exclusive", id="I4-ours-hyphens-do-not-escape"),
+                     "mutually exclusive", id="hyphens-do-not-escape"),
     ],
 )  # fmt: skip
 def test_exclusive(kwargs: dict[str, Any], gist: str) -> None:
@@ -65,18 +66,18 @@ def test_exclusive(kwargs: dict[str, Any], gist: str) -> None:
         args(**kwargs).resolve(facts)
 
 
-def test_I4_hyphens() -> None:
+def test_flags_and_hyphenated_keys_merge() -> None:
     config = args(speculative_config={"method": "ngram", "num-speculative-tokens": 3})
     assert config.resolve(facts).num_speculative_tokens == 3
 
 
-def test_I5_injected_keys_are_overwritten() -> None:
+def test_injected_keys_are_dropped() -> None:
     given = {"method": "ngram", "K": 3, "target_model_config": "mine",
              "target_parallel_config": "mine"}  # fmt: skip
     assert spec(given) == spec({"method": "ngram", "K": 3})
 
 
-def test_I6_idempotent_and_pure() -> None:
+def test_merging_flags_is_idempotent_and_pure() -> None:
     given = {"prompt_lookup_max": 4}
     before = copy.deepcopy(given)
     one = args(speculative_config=given, spec_method="ngram", spec_tokens=3)
@@ -84,7 +85,7 @@ def test_I6_idempotent_and_pure() -> None:
     assert given == before
 
 
-def test_I7_speculator_as_model() -> None:
+def test_a_speculator_as_model_names_its_target() -> None:
     config = engine(None, model="sp/eagle3")
     assert (config.model.model, config.model.tokenizer) == ("meta/verifier", "meta/verifier")
     assert config.speculative is not None
@@ -92,7 +93,7 @@ def test_I7_speculator_as_model() -> None:
     assert config.speculative.model == "sp/eagle3"
 
 
-def test_I8_user_values_win() -> None:
+def test_user_values_win_over_a_speculators() -> None:
     given = {"K": 2, "attention_backend": "sdpa"}
     config = engine(given, model="sp/eagle3")
     assert config.speculative is not None
@@ -100,7 +101,7 @@ def test_I8_user_values_win() -> None:
     assert config.speculative.attention_backend == "SDPA"
 
 
-def test_I9_pinned() -> None:
+def test_method_and_model_of_a_speculator_are_pinned() -> None:
     config = engine({"method": "ngram", "model": "other"}, model="sp/eagle3")
     assert config.speculative is not None
     assert (config.speculative.method, config.speculative.model) == ("eagle3", "sp/eagle3")
@@ -112,21 +113,21 @@ def test_I9_pinned() -> None:
 @pytest.mark.parametrize(
     ("model", "method", "parallel"),
     [
-        pytest.param("sp/peagle", "eagle3", True, id="I10-peagle"),
-        pytest.param("sp/dflash2", "dflash", True, id="I10-dflash2"),
-        pytest.param("sp/dflash", "dflash", True, id="I10-dflash"),
-        pytest.param("sp/dspark", "dspark", True, id="I10-dspark"),
-        pytest.param("sp/eagle3", "eagle3", False, id="I10-eagle3"),
+        pytest.param("sp/peagle", "eagle3", True, id="peagle"),
+        pytest.param("sp/dflash2", "dflash", True, id="dflash2"),
+        pytest.param("sp/dflash", "dflash", True, id="dflash"),
+        pytest.param("sp/dspark", "dspark", True, id="dspark"),
+        pytest.param("sp/eagle3", "eagle3", False, id="eagle3"),
     ],
 )
-def test_I10_types(model: str, method: str, parallel: bool) -> None:
+def test_speculator_types_become_methods(model: str, method: str, parallel: bool) -> None:
     config = engine(None, model=model)
     assert config.speculative is not None
     assert config.speculative.method == method
     assert config.speculative.parallel_drafting is parallel
 
 
-def test_I11_peagle_is_parallel() -> None:
+def test_a_peagle_speculator_is_parallel() -> None:
     with pytest.raises(ConfigError, match="parallel_drafting"):
         engine({"parallel_drafting": False}, model="sp/peagle")
 
@@ -145,41 +146,41 @@ def broken(path: str, value: Any = None, *, drop: bool = True) -> dict[str, Any]
 
 
 STRUCTURE = [
-    ("I12-methods", broken("speculators_config.proposal_methods"), "Invalid speculators config"),
-    ("I12-no-methods", broken("speculators_config.proposal_methods", [], drop=False),
+    (broken("speculators_config.proposal_methods"), "Invalid speculators config"),
+    (broken("speculators_config.proposal_methods", [], drop=False),
      "Invalid speculators config"),
-    ("I12-verifier", broken("speculators_config.verifier"), "Invalid speculators config"),
-    ("I12-name", broken("speculators_config.verifier.name_or_path"), "Invalid speculators config"),
-    ("I12-type", broken("speculators_model_type"), "Invalid speculators config"),
-    ("I12-tokens", broken("speculators_config.proposal_methods.0.speculative_tokens"),
+    (broken("speculators_config.verifier"), "Invalid speculators config"),
+    (broken("speculators_config.verifier.name_or_path"), "Invalid speculators config"),
+    (broken("speculators_model_type"), "Invalid speculators config"),
+    (broken("speculators_config.proposal_methods.0.speculative_tokens"),
      "Invalid speculators config"),
-    ("I13-tokens-null", speculator("eagle3", tokens=None), "Missing 'speculative_tokens'"),
-    ("I13-no-layers", broken("transformer_layer_config"), "Must provide"),
+    (speculator("eagle3", tokens=None), "Missing 'speculative_tokens'"),
+    (broken("transformer_layer_config"), "Must provide"),
     # 0.33 raises TypeError here; ours stays in the ConfigError tree.
-    ("I13-layers-list", broken("transformer_layer_config", [], drop=False), "not a list"),
-    *((f"I15-{name}", speculator("eagle3", target=name), "remote model repository")
+    (broken("transformer_layer_config", [], drop=False), "not a list"),
+    *((speculator("eagle3", target=name), "remote model repository")
       for name in ("/tmp/nowhere-to-be-found", "./local", None, "a/b/c")),
-    ("I17-mistral", speculator("eagle3", transformer_layer_config={
+    (speculator("eagle3", transformer_layer_config={
         **speculator("eagle3")["transformer_layer_config"], "model_type": "mistral"}), "mistral"),
-    ("I18-no-mask", speculator("peagle"), "mask_token_id"),
-    ("I22", speculator("mlp"), "expected one of"),
-    ("I22-ours-tokens-zero", speculator("eagle3", tokens=0), "positive integer"),
+    (speculator("peagle"), "mask_token_id"),
+    (speculator("mlp"), "expected one of"),
+    (speculator("eagle3", tokens=0), "positive integer"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("hf", "gist"), [pytest.param(h, g, id=i) for i, h, g in STRUCTURE])
+@pytest.mark.parametrize(("hf", "gist"), STRUCTURE)
 def test_structure(hf: dict[str, Any], gist: str) -> None:
     with pytest.raises(ConfigError, match=gist):
         serve(hf)
 
 
-def test_I14_first_proposal_method() -> None:
+def test_the_first_proposal_method_counts() -> None:
     hf = speculator("eagle3", tokens=3)
     hf["speculators_config"]["proposal_methods"].append({"speculative_tokens": 9})
     assert serve(hf).num_speculative_tokens == 3
 
 
-def test_I15_ours_existing_local_targets_are_fine(tmp_path: Path) -> None:
+def test_an_existing_local_target_is_fine(tmp_path: Path) -> None:
     hf = speculator("eagle3", target=str(tmp_path))
     config = engine(None, model="sp/x", source=with_models({"sp/x": hf, str(tmp_path): llama()}))
     assert config.model.model == str(tmp_path)
@@ -187,16 +188,16 @@ def test_I15_ours_existing_local_targets_are_fine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "hf",
-    [pytest.param(llama(speculators_config=None), id="I16-null"),
-     pytest.param({**llama(), "speculators_config": None}, id="I16-explicit-null"),
-     pytest.param(llama(), id="I16-absent")],
+    [pytest.param(llama(speculators_config=None), id="null"),
+     pytest.param({**llama(), "speculators_config": None}, id="explicit-null"),
+     pytest.param(llama(), id="absent")],
 )  # fmt: skip
-def test_I16_passthrough(hf: dict[str, Any]) -> None:
+def test_other_checkpoints_pass_through(hf: dict[str, Any]) -> None:
     config = serve(hf)
     assert config.model.model == "sp/x" and config.speculative is None
 
 
-def test_I16_single_files_are_not_speculators(tmp_path: Path) -> None:
+def test_single_files_are_not_speculators(tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     file.write_bytes(b"")
     hf = {**llama(), **speculator("eagle3")}
@@ -204,7 +205,7 @@ def test_I16_single_files_are_not_speculators(tmp_path: Path) -> None:
     assert config.speculative is None
 
 
-def test_I17_eagle3_defaults() -> None:
+def test_eagle3_speculators_have_defaults() -> None:
     out = convert_if_speculators(copy.deepcopy(CATALOG["sp/eagle3"]), "x")
     assert out["architectures"] == ["Eagle3LlamaForCausalLM"]
     wanted = {"draft_vocab_size": 16000, "norm_before_residual": True, "norm_before_fc": False,
@@ -213,7 +214,7 @@ def test_I17_eagle3_defaults() -> None:
     assert "target_hidden_size" not in out
 
 
-def test_I17_qwen3_and_empty_aux() -> None:
+def test_eagle3_of_qwen3_with_default_taps() -> None:
     hf = speculator("eagle3", eagle_aux_hidden_state_layer_ids=[])
     hf["transformer_layer_config"]["model_type"] = "qwen3"
     out = convert_if_speculators(hf, "x")
@@ -221,7 +222,7 @@ def test_I17_qwen3_and_empty_aux() -> None:
     assert "eagle_aux_hidden_state_layer_ids" not in out
 
 
-def test_I18_peagle() -> None:
+def test_peagle_speculators_need_their_mask() -> None:
     out = convert_if_speculators(speculator("peagle", mask_token_id=9), "x")
     assert (out["pard_token"], out["norm_before_residual"]) == (9, False)
     assert out["architectures"] == ["PeagleLlamaForCausalLM"]
@@ -229,9 +230,9 @@ def test_I18_peagle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "causal"), [pytest.param(None, False, id="I19"), pytest.param(False, True, id="I19-f")]
+    ("flag", "causal"), [pytest.param(None, False), pytest.param(False, True, id="f")]
 )
-def test_I19_dflash(flag: bool | None, causal: bool) -> None:
+def test_dflash_speculators_become_dflash_configs(flag: bool | None, causal: bool) -> None:
     changes = {} if flag is None else {"sliding_window_non_causal": flag}
     out = convert_if_speculators(speculator("dflash", **BLOCK, **changes), "x")
     assert out["dflash_config"] == {
@@ -241,7 +242,7 @@ def test_I19_dflash(flag: bool | None, causal: bool) -> None:
     assert out["eagle_aux_hidden_state_layer_ids"] == [2, 5]
 
 
-def test_I20_dflash2() -> None:
+def test_dflash2_speculators_keep_their_selector() -> None:
     out = convert_if_speculators(copy.deepcopy(CATALOG["sp/dflash2"]), "x")
     assert out["architectures"] == ["DFlash2DraftModel"]
     assert out["dflash_config"]["conv_kernel_size"] == 2
@@ -250,9 +251,9 @@ def test_I20_dflash2() -> None:
 
 @pytest.mark.parametrize(
     ("anchor", "extra"),
-    [pytest.param(None, 1, id="I21-default"), pytest.param(True, 0, id="I21-anchor")],
+    [pytest.param(None, 1, id="default"), pytest.param(True, 0, id="anchor")],
 )
-def test_I21_dspark(anchor: bool | None, extra: int) -> None:
+def test_dspark_speculators_keep_their_anchor(anchor: bool | None, extra: int) -> None:
     changes = {} if anchor is None else {"sample_from_anchor": anchor}
     hf = speculator("dspark", tokens=7, block_size=8, **BLOCK, **changes)
     config = engine({"model": "sp/x", "method": "dspark"}, source=with_models({"sp/x": hf}))
@@ -261,17 +262,17 @@ def test_I21_dspark(anchor: bool | None, extra: int) -> None:
     assert config.draft_model.hf_config["dspark_bonus_anchor"] is (anchor is not True)
 
 
-def test_I21_ours_dspark_needs_its_mask() -> None:
+def test_dspark_speculators_need_their_mask() -> None:
     with pytest.raises(ConfigError, match="mask_token_id"):
         serve(speculator("dspark", aux_hidden_state_layer_ids=[2, 5], block_size=8))
 
 
-def test_I23_flags_on_a_speculator() -> None:
+def test_flags_on_a_speculator_are_refused() -> None:
     with pytest.raises(ConfigError, match="--spec-tokens and a speculators model"):
         engine(None, model="sp/eagle3", spec_tokens=3)
 
 
-def test_I24_speculator_as_draft() -> None:
+def test_a_speculator_as_draft() -> None:
     resolved = spec({"model": "sp/eagle3", "K": 3})
     draft = resolved.draft_model_config
     assert draft is not None and resolved.method == "eagle3"

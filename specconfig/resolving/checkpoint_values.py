@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specconfig.errors import FormatError
-from specconfig.resolution import Resolution
-from specconfig.speculators.base import SpeculatorConfig
+from specconfig.speculators.resolution import Resolution
 
 MASK_KEYS = (
     "dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "pard_token",
@@ -23,14 +22,14 @@ def _get(hf: Mapping[str, Any], path: str) -> Any:
     return place.get(name) if isinstance(place, Mapping) else None
 
 
-def resolve_lookups(res: Resolution, cls: type[SpeculatorConfig]) -> None:
-    """Fill mask token and tapped layers of a checkpoint drafter."""
+def read_checkpoint_values(res: Resolution, taps_layers: bool) -> None:
+    """Fill mask token and, where the method taps them, layers of a checkpoint drafter."""
     if res.draft_hf is None or res.draft is None:
         return
     hf = res.draft.hf_config
     if res.values["parallel_drafting"]:
         res.mask_token_id = _mask_token(hf, res)
-    if cls.uses_aux_hidden_states:
+    if taps_layers:
         res.aux_layer_ids = _aux_layers(hf, res)
 
 

@@ -1,4 +1,4 @@
-"""Acceptance rows G (verification methods) and H (dynamic K)."""
+"""Acceptance methods and K by batch size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from specconfig.dynamic_k import parse_table, tokens_for_batch
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
-from specconfig.synthetic import rates_from_length
+from specconfig.resolving.synthetic import rates_from_length
 from tests.unit.specconfig.catalog import TARGET, engine, facts, spec, warnings_of
 
 NGRAM = {"method": "ngram", "K": 4}
@@ -24,95 +24,95 @@ TABLE = [[1, 8, 4], [9, 32, 3], [33, 128, 2]]
 @pytest.mark.parametrize(
     ("length", "rates"),
     [
-        pytest.param(1, [0, 0, 0, 0], id="G1-1"),
-        pytest.param(2.6, [1, 0.6, 0, 0], id="G1-2.6"),
-        pytest.param(3, [1, 1, 0, 0], id="G1-3"),
-        pytest.param(4.5, [1, 1, 1, 0.5], id="G1-4.5"),
-        pytest.param(5, [1, 1, 1, 1], id="G1-5"),
+        pytest.param(1, [0, 0, 0, 0], id="1"),
+        pytest.param(2.6, [1, 0.6, 0, 0], id="2.6"),
+        pytest.param(3, [1, 1, 0, 0], id="3"),
+        pytest.param(4.5, [1, 1, 1, 0.5], id="4.5"),
+        pytest.param(5, [1, 1, 1, 1], id="5"),
     ],
 )
-def test_G1_length_becomes_rates(length: float, rates: list[float]) -> None:
+def test_synthetic_length_becomes_rates(length: float, rates: list[float]) -> None:
     resolved = spec({**SYNTHETIC, "synthetic_acceptance_length": length})
     assert resolved.synthetic_acceptance_rates == pytest.approx(rates)
     assert resolved.synthetic_acceptance_length is None and not resolved.is_lossless
 
 
 REFUSED = [
-    ("G2-low", {**SYNTHETIC, "synthetic_acceptance_length": 0.9}, r"\[1, 5\]"),
-    ("G2-high", {**SYNTHETIC, "synthetic_acceptance_length": 5.1}, r"\[1, 5\]"),
-    ("G2-nan", {**SYNTHETIC, "synthetic_acceptance_length": math.nan}, r"\[1, 5\]"),
-    ("G3-increasing", {**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6, 0.5, 0.5]},
+    ({**SYNTHETIC, "synthetic_acceptance_length": 0.9}, r"\[1, 5\]"),
+    ({**SYNTHETIC, "synthetic_acceptance_length": 5.1}, r"\[1, 5\]"),
+    ({**SYNTHETIC, "synthetic_acceptance_length": math.nan}, r"\[1, 5\]"),
+    ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6, 0.5, 0.5]},
      "non-increasing"),
-    ("G3-length", {**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.5, 0.5]}, "length 4"),
-    ("G3-range", {**SYNTHETIC, "synthetic_acceptance_rates": [1.1, 0.5, 0.5, 0.5]}, r"\[0, 1\]"),
-    ("G3-nan", {**SYNTHETIC, "synthetic_acceptance_rates": [math.nan, 0.5, 0.5, 0.5]},
+    ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.5, 0.5]}, "length 4"),
+    ({**SYNTHETIC, "synthetic_acceptance_rates": [1.1, 0.5, 0.5, 0.5]}, r"\[0, 1\]"),
+    ({**SYNTHETIC, "synthetic_acceptance_rates": [math.nan, 0.5, 0.5, 0.5]},
      r"\[0, 1\]"),
-    ("G4-both", {**SYNTHETIC, "synthetic_acceptance_length": 2,
+    ({**SYNTHETIC, "synthetic_acceptance_length": 2,
                  "synthetic_acceptance_rates": [1, 0, 0, 0]}, "exactly one"),
-    ("G4-neither", SYNTHETIC, "exactly one"),
-    *((f"G5-length-{m}", {**NGRAM, "rejection_sample_method": m, "synthetic_acceptance_length": 2},
+    (SYNTHETIC, "exactly one"),
+    *(({**NGRAM, "rejection_sample_method": m, "synthetic_acceptance_length": 2},
        ONLY_SYNTHETIC) for m in ("standard", "block", "fly")),
-    *((f"G5-rates-{m}", {**NGRAM, "rejection_sample_method": m,
+    *(({**NGRAM, "rejection_sample_method": m,
                          "synthetic_acceptance_rates": [1, 0, 0, 0]},
        ONLY_SYNTHETIC) for m in ("standard", "block", "fly")),
-    ("G6", {**NGRAM, "rejection_sample_method": "typical"},
+    ({**NGRAM, "rejection_sample_method": "typical"},
      "'block', 'fly', 'standard', 'synthetic'"),
-    ("G7-1", {**FLY, "K": 1}, "at least 2"),
-    ("G8-4", {**FLY, "fly_window_size": 4}, "less than num_speculative_tokens=4"),
-    ("G8-0", {**FLY, "fly_window_size": 0}, "greater than or equal to 1"),
-    ("G8-ours-99-with-standard", {**NGRAM, "fly_window_size": 99}, "only with .*fly"),
-    ("G9-threshold", {**FLY, "fly_entropy_threshold": -1}, "greater than or equal to 0"),
-    ("G9-top_k", {**FLY, "fly_entropy_top_k": 0}, "greater than or equal to 1"),
-    ("G10-eagle3", {"model": "org/EAGLE3-head", "K": 4, "enable_adaptive_verification": True,
+    ({**FLY, "K": 1}, "at least 2"),
+    ({**FLY, "fly_window_size": 4}, "less than num_speculative_tokens=4"),
+    ({**FLY, "fly_window_size": 0}, "greater than or equal to 1"),
+    ({**NGRAM, "fly_window_size": 99}, "only with .*fly"),
+    ({**FLY, "fly_entropy_threshold": -1}, "greater than or equal to 0"),
+    ({**FLY, "fly_entropy_top_k": 0}, "greater than or equal to 1"),
+    ({"model": "org/EAGLE3-head", "K": 4, "enable_adaptive_verification": True,
                     "use_local_argmax_reduction": True}, "enable_adaptive_verification"),
-    ("G10-ngram", {**NGRAM, "enable_adaptive_verification": True,
+    ({**NGRAM, "enable_adaptive_verification": True,
                    "use_local_argmax_reduction": True}, "enable_adaptive_verification"),
-    ("G12", {"model": "org/EAGLE3-head", "K": 4, "draft_sample_method": "probabilistic",
+    ({"model": "org/EAGLE3-head", "K": 4, "draft_sample_method": "probabilistic",
              "use_local_argmax_reduction": True}, "full draft logits"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "gist"), [pytest.param(g, m, id=i) for i, g, m in REFUSED])
+@pytest.mark.parametrize(("given", "gist"), REFUSED)
 def test_refused(given: dict[str, Any], gist: str) -> None:
     with pytest.raises(ConfigError) as raised:
         spec(given)
     assert re.search(gist, str(raised.value), re.DOTALL), str(raised.value)
 
 
-def test_G3_rates() -> None:
+def test_synthetic_rates_are_kept() -> None:
     resolved = spec({**SYNTHETIC, "synthetic_acceptance_rates": [0.9, 0.8, 0.5, 0.5]})
     assert resolved.synthetic_acceptance_rates == (0.9, 0.8, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(
     ("k", "window"),
-    [pytest.param(4, 3, id="G7-4"), pytest.param(10, 6, id="G7-10"), pytest.param(2, 1, id="G7-2")],
+    [pytest.param(4, 3, id="4"), pytest.param(10, 6, id="10"), pytest.param(2, 1, id="2")],
 )
-def test_G7_window(k: int, window: int) -> None:
+def test_fly_window_follows_K(k: int, window: int) -> None:
     resolved = spec({**FLY, "K": k})
     assert resolved.fly_window_size == window and not resolved.is_lossless
     assert "lossy" in warnings_of({**FLY, "K": k})
 
 
-def test_G8_window_3() -> None:
+def test_fly_window_can_be_given() -> None:
     assert spec({**FLY, "fly_window_size": 3}).fly_window_size == 3
 
 
-def test_G10_dspark_may() -> None:
+def test_dspark_scores_its_drafts_without_logits() -> None:
     given = {"model": "org/dspark_x", "enable_adaptive_verification": True,
              "use_local_argmax_reduction": True}  # fmt: skip
     assert spec(given).enable_adaptive_verification is True
 
 
-def test_G11_what_adaptive_verification_needs() -> None:
+def test_pipeline_stages_are_refused_here_too() -> None:
     # Graph modes and LoRA do not exist here and pipeline stages are refused for every method, so
     # one of the three errors remains.
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
         EngineArgs(model=TARGET, pipeline_parallel_size=2)
 
 
-@pytest.mark.parametrize("k", [pytest.param(k, id=f"G13-K{k}") for k in range(1, 9)])
-def test_G13_schedule_property(k: int) -> None:
+@pytest.mark.parametrize("k", [pytest.param(k, id=f"K{k}") for k in range(1, 9)])
+def test_synthetic_schedules_have_the_length_asked_for(k: int) -> None:
     for tenth in range(10, 10 * (k + 1) + 1):
         rates = rates_from_length(tenth / 10, k)
         assert len(rates) == k
@@ -120,40 +120,40 @@ def test_G13_schedule_property(k: int) -> None:
         assert list(rates) == sorted(rates, reverse=True)
 
 
-def test_H1_table() -> None:
+def test_a_table_of_K_by_batch_is_kept() -> None:
     resolved = spec({**NGRAM, "num_speculative_tokens_per_batch_size": TABLE})
     assert resolved.num_speculative_tokens_per_batch_size == ((1, 8, 4), (9, 32, 3), (33, 128, 2))
 
 
 BAD_TABLES: list[tuple[str, Any, str]] = [
-    ("H2-none", None, "must be a list"),
-    ("H2-text", "x", "must be a list"),
-    ("H2-empty", [], "must not be empty"),
-    ("H2-pair", [(1, 2)], "three integers"),
-    ("H2-zero", [(0, 2, 1)], "must be positive"),
-    ("H2-reversed", [(3, 2, 1)], "3-2 is reversed"),
-    ("H2-negative-K", [(1, 2, -1)], "K must be 0 or more"),
-    ("H2-start-2", [(2, 4, 1)], "must start at 1"),
-    ("H2-overlap", [(1, 4, 2), (4, 8, 1)], "non-overlapping"),
+    (None, "must be a list"),
+    ("x", "must be a list"),
+    ([], "must not be empty"),
+    ([(1, 2)], "three integers"),
+    ([(0, 2, 1)], "must be positive"),
+    ([(3, 2, 1)], "3-2 is reversed"),
+    ([(1, 2, -1)], "K must be 0 or more"),
+    ([(2, 4, 1)], "must start at 1"),
+    ([(1, 4, 2), (4, 8, 1)], "non-overlapping"),
 ]
 
 
-@pytest.mark.parametrize(("table", "gist"), [pytest.param(t, g, id=i) for i, t, g in BAD_TABLES])
-def test_H2_each_error_has_its_gist(table: Any, gist: str) -> None:
+@pytest.mark.parametrize(("table", "gist"), BAD_TABLES)
+def test_a_bad_table_says_what_is_wrong(table: Any, gist: str) -> None:
     with pytest.raises(ConfigError, match=gist):
         parse_table(table)
 
 
-def test_H3_sorted() -> None:
+def test_tables_are_sorted() -> None:
     assert parse_table([(9, 32, 3), (1, 8, 4)]) == ((1, 8, 4), (9, 32, 3))
 
 
 @pytest.mark.parametrize(
     ("table", "batch", "k", "lookup"),
     [
-        pytest.param([(1, 2, 3), (5, 6, 9)], 8, 4, [0, 3, 3, 3, 3, 4, 4, 4, 4], id="H4"),
-        pytest.param([(1, 4, 3)], 2, 5, [0, 3, 3], id="H5"),
-        pytest.param([(1, 8, 0)], 3, 5, [0, 0, 0, 0], id="H5-zero-K"),
+        pytest.param([(1, 2, 3), (5, 6, 9)], 8, 4, [0, 3, 3, 3, 3, 4, 4, 4, 4]),
+        pytest.param([(1, 4, 3)], 2, 5, [0, 3, 3]),
+        pytest.param([(1, 8, 0)], 3, 5, [0, 0, 0, 0], id="zero-K"),
     ],
 )
 def test_lookup(table: Any, batch: int, k: int, lookup: list[int]) -> None:
@@ -162,8 +162,8 @@ def test_lookup(table: Any, batch: int, k: int, lookup: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "table",
-    [pytest.param([], id="H6-empty"), pytest.param([[2, 8, 1]], id="H6-start-2"),
-     pytest.param([[1, 2]], id="H7-pair"), pytest.param("1-8", id="H7-string")],
+    [pytest.param([], id="empty"), pytest.param([[2, 8, 1]], id="start-2"),
+     pytest.param([[1, 2]], id="pair"), pytest.param("1-8", id="string")],
 )  # fmt: skip
 def test_checked_at_construction(table: Any) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -175,7 +175,7 @@ def dynamic(given: dict[str, Any], **args: Any) -> Any:
     return engine({**given, "num_speculative_tokens_per_batch_size": TABLE}, **args)
 
 
-def test_H8_data_parallel_clears_the_table() -> None:
+def test_data_parallelism_clears_the_table() -> None:
     config = dynamic(NGRAM, data_parallel_size=2)
     assert config.num_speculative_tokens_for_batch(100) == 4
     assert len([w for w in config.warnings if "per_batch_size is not used" in w]) == 1
@@ -184,41 +184,41 @@ def test_H8_data_parallel_clears_the_table() -> None:
     assert "data_parallel_size=2" in decision.reason
 
 
-def test_H8_ours_an_agreeing_policy_keeps_it() -> None:
+def test_an_agreeing_policy_keeps_the_table() -> None:
     config = dynamic(NGRAM, data_parallel_size=2, dynamic_k_dp_policy="agree")
     assert config.num_speculative_tokens_for_batch(100) == 2
 
 
 # One runner with central truncation, and layers compiled per row count: no graph mode is demoted
-# and no method loses its table, except extraction, which proposes nothing (rows H9 to H12).
+# and no method loses its table, except extraction, which proposes nothing.
 KEPT = [
-    ("H9-ngram", NGRAM, "auto"),
-    ("H9-ngram-compiled", NGRAM, "on"),
-    ("H9-ngram-eager", NGRAM, "off"),
-    ("H10-eagle", {"model": "org/eagle-head", "K": 4}, "on"),
-    ("H10-eagle3", {"model": "org/EAGLE3-head", "K": 4}, "on"),
-    ("H10-draft_model", {"model": "meta/tiny", "K": 4}, "on"),
-    ("H10-dflash", {"model": "org/some-dflash", "K": 4}, "on"),
-    ("H11-ngram_gpu", {"method": "ngram_gpu", "K": 4}, "on"),
-    ("H11-suffix", {"method": "suffix", "K": 4}, "on"),
-    ("H11-dspark", {"model": "org/dspark_x", "K": 4}, "on"),
-    ("H12-any", {"method": "medusa", "model": "org/medusa-head", "K": 4}, "on"),
+    (NGRAM, "auto"),
+    (NGRAM, "on"),
+    (NGRAM, "off"),
+    ({"model": "org/eagle-head", "K": 4}, "on"),
+    ({"model": "org/EAGLE3-head", "K": 4}, "on"),
+    ({"model": "meta/tiny", "K": 4}, "on"),
+    ({"model": "org/some-dflash", "K": 4}, "on"),
+    ({"method": "ngram_gpu", "K": 4}, "on"),
+    ({"method": "suffix", "K": 4}, "on"),
+    ({"model": "org/dspark_x", "K": 4}, "on"),
+    ({"method": "medusa", "model": "org/medusa-head", "K": 4}, "on"),
 ]
 
 
-@pytest.mark.parametrize(("given", "compiled"), [pytest.param(g, c, id=i) for i, g, c in KEPT])
+@pytest.mark.parametrize(("given", "compiled"), KEPT)
 def test_table_is_kept(given: dict[str, Any], compiled: Any) -> None:
     config = dynamic(given, compile_layers=compiled)
     assert [config.num_speculative_tokens_for_batch(n) for n in (1, 9, 33)] == [4, 3, 2]
     assert config.runtime.compile_layers == compiled
 
 
-def test_H10_mtp() -> None:
+def test_mtp_keeps_the_table() -> None:
     config = dynamic({"method": "mtp", "K": 4}, model="ds/V3")
     assert config.num_speculative_tokens_for_batch(9) == 3
 
 
-def test_H11_extraction_has_no_use_for_it() -> None:
+def test_extraction_has_no_use_for_the_table() -> None:
     ids = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}
     config = dynamic({"method": "extract_hidden_states", "K": 1, "draft_model_config": ids})
     assert config.speculative.num_speculative_tokens_per_batch_size is None

@@ -7,21 +7,16 @@ import math
 
 from specconfig.acceptance import BUILTIN, acceptance_method, is_custom
 from specconfig.errors import ConfigError
-from specconfig.lookups import resolve_lookups
-from specconfig.resolution import Resolution
+from specconfig.facts.tokenizer_facts import same_tokenizer
+from specconfig.method_names import CONFIG_BY_METHOD
+from specconfig.registry import load_class
+from specconfig.resolving.checkpoint_values import read_checkpoint_values
+from specconfig.resolving.synthetic import rates_from_length
 from specconfig.speculative import SpeculativeConfig
 from specconfig.speculators.base import METHOD_OPTIONS, SpeculatorConfig
-from specconfig.speculators.draft_model import CheckpointSpeculatorConfig
-from specconfig.speculators.ngram import NgramSpeculatorConfig
-from specconfig.speculators.suffix import SuffixSpeculatorConfig
-from specconfig.synthetic import rates_from_length
+from specconfig.speculators.resolution import Resolution
 
 _P = "speculative_config"
-_OWNED = (
-    NgramSpeculatorConfig.own_options
-    | SuffixSpeculatorConfig.own_options
-    | CheckpointSpeculatorConfig.own_options
-)
 
 
 def settle(res: Resolution, cls: type[SpeculatorConfig]) -> None:
@@ -34,7 +29,7 @@ def settle(res: Resolution, cls: type[SpeculatorConfig]) -> None:
     _adaptive(res, cls)
     _dynamic_k(res, cls)
     _hash_settings(res, cls)
-    resolve_lookups(res, cls)
+    read_checkpoint_values(res, cls.uses_aux_hidden_states)
     cls.check(res)
 
 
@@ -273,8 +268,6 @@ def _same_vocab(res: Resolution) -> None:
     res.shared_vocab_size = min(draft.vocab_size, target.vocab_size)
     if draft.vocab_size == target.vocab_size:
         return
-    from specconfig.tokenizer_facts import same_tokenizer
-
     shared = same_tokenizer(res.facts, target, draft)
     if shared is not None:
         # The sizes differ only by padding rows; ids past the tokenizer are never sampled.
@@ -357,7 +350,8 @@ def _hash_settings(res: Resolution, cls: type[SpeculatorConfig]) -> None:
 
 def check_resolved(res: Resolution, cls: type[SpeculatorConfig], spec: SpeculativeConfig) -> None:
     """Warnings about settings that are legal and do nothing, or less than they say."""
-    for name in sorted(res.given & _OWNED - cls.own_options):
+    owned = frozenset().union(*(load_class(c).own_options for c in CONFIG_BY_METHOD.values()))
+    for name in sorted(res.given & owned - cls.own_options):
         res.log.warn(f"speculative_config.{name} is ignored by {cls.variant}")
     table = spec.num_speculative_tokens_per_batch_size
     for first, last, tier in table or ():

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from specconfig.errors import ConfigError, FormatError
-from specconfig.facts import GENERATION_KEY, text_section
-from specconfig.model import DType, ModelConfig
+from specconfig.facts.source import GENERATION_KEY
+from specconfig.model import DType, ModelConfig, text_section
 
 HfTransform = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A function from config to config."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specconfig.errors import ConfigError, unknown_key
-from specconfig.yaml_lines import Path
+from specconfig.explaining.yaml_lines import Path
 
 TOP = frozenset({
     "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config",

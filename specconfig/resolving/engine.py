@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from specconfig.decisions import DecisionLog
-from specconfig.draft import check_experts, check_heads
 from specconfig.engine import EngineConfig
-from specconfig.engine_args import EngineArgs, merge_flags
+from specconfig.engine_fields import EngineFields, merge_flags
 from specconfig.errors import ConfigError
-from specconfig.facts import FactsSource, expand, load_facts
+from specconfig.facts.model_facts import HfTransform, apply_transform, merge_overrides, model_config
+from specconfig.facts.source import FactsSource, expand, load_facts
+from specconfig.facts.splits import check_experts, check_heads
+from specconfig.formats.speculators import serve_speculators_model
 from specconfig.model import (
     CacheConfig,
     ModelConfig,
@@ -20,14 +22,12 @@ from specconfig.model import (
     RuntimeConfig,
     SchedulerConfig,
 )
-from specconfig.model_facts import HfTransform, apply_transform, merge_overrides, model_config
-from specconfig.speculative import SpeculativeConfig
+from specconfig.resolving.budgets import check_budgets
+from specconfig.resolving.speculation import resolve_speculation
 
 
-def resolve_engine(args: EngineArgs, facts: FactsSource | None = None) -> EngineConfig:
+def resolve_engine(args: EngineFields, facts: FactsSource | None = None) -> EngineConfig:
     """Resolve all sections. Pure: the same arguments and facts give an equal plan."""
-    from specconfig.formats.speculators import serve_speculators_model
-
     log = DecisionLog()
     model = _locate(args.model)
     hf = load_facts(facts, model, args.revision, "model")
@@ -45,7 +45,7 @@ def resolve_engine(args: EngineArgs, facts: FactsSource | None = None) -> Engine
     speculative = None
     if given is not None:
         given = _locate_draft(given)
-        speculative = SpeculativeConfig.resolve(
+        speculative = resolve_speculation(
             given,
             target=target,
             parallel=parallel,
@@ -81,8 +81,6 @@ def resolve_engine(args: EngineArgs, facts: FactsSource | None = None) -> Engine
         ),
         speculative=speculative,
     )
-    from specconfig.budgets import check_budgets
-
     check_budgets(config, log)
     return config.model_copy(
         update={"decisions": tuple(log.decisions), "warnings": tuple(log.warnings)}
@@ -103,7 +101,7 @@ def _locate_draft(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _target(
-    args: EngineArgs,
+    args: EngineFields,
     hf: dict[str, Any],
     model: str,
     tokenizer: str,
@@ -137,12 +135,12 @@ def _target(
     return target
 
 
-def _dtype(args: EngineArgs) -> Any:
-    # float32 on a CPU whatever the checkpoint says; on 'auto' the launcher settles it.
+def _dtype(args: EngineFields) -> Any:
+    # float32 on a CPU whatever the checkpoint says; with device 'auto' each worker settles it.
     return "float32" if args.dtype == "auto" and args.device == "cpu" else args.dtype
 
 
-def _parallel(args: EngineArgs, target: ModelConfig) -> ParallelConfig:
+def _parallel(args: EngineFields, target: ModelConfig) -> ParallelConfig:
     check_heads(target, args.tensor_parallel_size, "tensor_parallel_size", "target")
     if args.enable_expert_parallel and not target.is_moe:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from specconfig.decisions import DecisionLog
 from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError
-from specconfig.memory import kv_plan
+from specconfig.resolving.kv_memory import kv_plan
 
 
 def check_budgets(config: EngineConfig, log: DecisionLog) -> None:

@@ -1,36 +1,33 @@
-"""Layer two of resolution: which method is this?"""
+"""Which method is this: by name, by spelling, or by what the draft checkpoint declares."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlparse
 
-from specconfig.draft import load_draft
 from specconfig.errors import ConfigError, MethodMismatchError
-from specconfig.registry import (
+from specconfig.facts.source import is_dotted_path
+from specconfig.method_names import (
+    CONFIG_BY_METHOD,
     DETECTION_ORDER,
     MTP_ALIASES,
     PARALLEL_METHODS,
+)
+from specconfig.registry import (
     check_method,
     config_class,
     custom_class_for,
+    load_class,
     qualified_name,
+    registered_speculative_methods,
 )
-from specconfig.resolution import Resolution
 from specconfig.speculators.base import SpeculatorConfig
+from specconfig.speculators.draft_config import load_draft
+from specconfig.speculators.resolution import Resolution
 
 NGRAM_SPELLINGS = ("ngram", "[ngram]")
 _LOOKUP_MODELS = {"ngram_gpu": "ngram_gpu", "suffix": "suffix"}
 _FIELD = "speculative_config.method"
-
-
-def is_dotted_path(model: str | None) -> bool:
-    """Whether ``model`` reads as ``package.module.Class`` rather than as a path or an id."""
-    if model is None or "/" in model or urlparse(model).scheme in ("http", "https", "file"):
-        return False
-    parts = model.split(".")
-    return len(parts) >= 2 and all(part.isidentifier() for part in parts)
 
 
 def infer_method(res: Resolution) -> type[SpeculatorConfig]:
@@ -195,12 +192,9 @@ def select_class(res: Resolution, cls: type[SpeculatorConfig]) -> type[Speculato
 
 def _known_class(name: str) -> type[SpeculatorConfig]:
     """A declared class, found among known ones: a checkpoint must not name code to import."""
-    from specconfig.registry import CONFIG_BY_METHOD, load_class
-    from specconfig.registry import registered_speculative_methods as registered
-
     for qualified in CONFIG_BY_METHOD.values():
         load_class(qualified)
-    roots = [custom_class_for(method) for method in registered()]
+    roots = [custom_class_for(method) for method in registered_speculative_methods()]
     pending: list[type[SpeculatorConfig]] = [SpeculatorConfig, *(c for c in roots if c is not None)]
     known: dict[str, type[SpeculatorConfig]] = {}
     while pending:

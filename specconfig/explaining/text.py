@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from specconfig.decisions import Decision
 from specconfig.engine import EngineConfig
+from specconfig.explaining.explanation import AppExplanation, Explanation, Problem
 from specconfig.model import ParallelConfig
-
-if TYPE_CHECKING:
-    from specconfig.explain import AppExplanation, Explanation, Problem
 
 _PATH_FIELDS = (
     "model", "speculative_config.method", "speculative_config.model",

@@ -1,4 +1,4 @@
-"""Acceptance rows E (MTP) and F (DFlash, DSpark, XPress)."""
+"""MTP modules, DFlash, DSpark and XPress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError
-from specconfig.mtp_families import rewrite
+from specconfig.formats.mtp_families import rewrite
 from tests.unit.specconfig.catalog import (
     CATALOG,
     TARGET,
@@ -34,7 +34,7 @@ def next_tokens(config: EngineConfig) -> int:
     return config.speculative.speculator.num_prefill_lookahead_tokens
 
 
-def test_E1_target_weights() -> None:
+def test_mtp_takes_the_targets_weights() -> None:
     config = engine({**MTP, "K": 1}, model="ds/V3")
     assert config.draft_model is not None
     assert config.draft_model.model == "ds/V3"
@@ -49,12 +49,14 @@ def test_E1_target_weights() -> None:
 @pytest.mark.parametrize(
     ("given", "quantization"),
     [
-        pytest.param({**MTP, "K": 1}, "fp8", id="E2-copied"),
-        pytest.param({**MTP, "K": 1, "quantization": "awq"}, "awq", id="E2-user-wins"),
-        pytest.param({**MTP, "K": 1, "model": "ds/V3"}, None, id="E2-explicit-model"),
+        pytest.param({**MTP, "K": 1}, "fp8", id="copied"),
+        pytest.param({**MTP, "K": 1, "quantization": "awq"}, "awq", id="user-wins"),
+        pytest.param({**MTP, "K": 1, "model": "ds/V3"}, None, id="explicit-model"),
     ],
 )
-def test_E2_weights_and_quantisation(given: dict[str, Any], quantization: str | None) -> None:
+def test_mtp_takes_weights_and_quantisation_from_where_they_are(
+    given: dict[str, Any], quantization: str | None
+) -> None:
     model = target("ds/V3").model_copy(update={"model_weights": "/w", "quantization": "fp8"})
     source = with_models({"/w": CATALOG["ds/V3"]})
     resolved = spec(given, target_config=model, source=source)
@@ -65,7 +67,7 @@ def test_E2_weights_and_quantisation(given: dict[str, Any], quantization: str | 
 
 @pytest.mark.parametrize(
     "given",
-    [pytest.param(MTP, id="E3"), pytest.param({**MTP, "model": "ds/V3"}, id="E4")],
+    [pytest.param(MTP), pytest.param({**MTP, "model": "ds/V3"})],
 )
 def test_K_from_n_predict(given: dict[str, Any]) -> None:
     assert spec(given, model="ds/V3").num_speculative_tokens == 1
@@ -73,10 +75,10 @@ def test_K_from_n_predict(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("k", "prefill", "hashed"),
-    [pytest.param(1, 1, 1, id="E5-1"), pytest.param(2, 2, 2, id="E5-2"),
-     pytest.param(4, 4, 4, id="E5-4")],
+    [pytest.param(1, 1, 1, id="1"), pytest.param(2, 2, 2, id="2"),
+     pytest.param(4, 4, 4, id="4")],
 )  # fmt: skip
-def test_E5_modules(k: int, prefill: int, hashed: int) -> None:
+def test_several_modules_read_further_ahead(k: int, prefill: int, hashed: int) -> None:
     config = engine({**MTP, "K": k}, model="ds/V3-2")
     assert next_tokens(config) == prefill
     assert config.num_hash_lookahead_tokens == hashed
@@ -85,64 +87,62 @@ def test_E5_modules(k: int, prefill: int, hashed: int) -> None:
 
 
 REFUSED = [
-    ("E5-3", {**MTP, "K": 3}, "ds/V3-2", "must be divisible by n_predict=2"),
-    ("E7", {**MTP, "K": 1}, None, "target_model_config must be present"),
-    ("E8-v41", {**MTP, "K": 1}, "ds/V41", "dspark"),
-    ("E10", {**MTP, "model": "meta/tiny", "K": 3}, TARGET, "declares no MTP layers"),
-    ("E11-lm-head", {"model": "g/assistant", "K": 3, "draft_lm_head_quantization": "fp8"}, TARGET,
+    ({**MTP, "K": 3}, "ds/V3-2", "must be divisible by n_predict=2"),
+    ({**MTP, "K": 1}, None, "target_model_config must be present"),
+    ({**MTP, "K": 1}, "ds/V41", "dspark"),
+    ({**MTP, "model": "meta/tiny", "K": 3}, TARGET, "declares no MTP layers"),
+    ({"model": "g/assistant", "K": 3, "draft_lm_head_quantization": "fp8"}, TARGET,
      "not supported"),
-    ("E12-2", {"model": "n/parseaux", "K": 2}, TARGET, "1 for a ParseAuxMTPModel"),
-    ("F2", {"method": "draft_model", "model": "org/some-dflash", "K": 3}, TARGET,
+    ({"model": "n/parseaux", "K": 2}, TARGET, "1 for a ParseAuxMTPModel"),
+    ({"method": "draft_model", "model": "org/some-dflash", "K": 3}, TARGET,
      "'draft_model'.*org/some-dflash.*'dflash'"),
-    ("F3", {"method": "dflash", "model": "org/some-dflash"}, TARGET, "K was not"),
-    ("F3-block-size", {"method": "dflash", "model": "org/dflash-block"}, TARGET, "K was not"),
-    ("F3-ours-K-within-block", {"method": "dflash", "model": "org/dflash-block", "K": 8}, TARGET,
+    ({"method": "dflash", "model": "org/some-dflash"}, TARGET, "K was not"),
+    ({"method": "dflash", "model": "org/dflash-block"}, TARGET, "K was not"),
+    ({"method": "dflash", "model": "org/dflash-block", "K": 8}, TARGET,
      "at most 7"),
-    ("F8-neither", {"method": "dspark", "model": "org/dspark_no_block"}, TARGET, "K was not"),
-    ("F11", {"method": "dspark", "model": "meta/tiny", "K": 3}, TARGET, "not a DSpark drafter"),
-    ("F12-range", {"model": "org/dspark_x", "dspark_draft_topk": 20000}, TARGET, "16000"),
-    ("F12-zero", {"model": "org/dspark_x", "dspark_draft_topk": 0}, TARGET,
+    ({"method": "dspark", "model": "org/dspark_no_block"}, TARGET, "K was not"),
+    ({"method": "dspark", "model": "meta/tiny", "K": 3}, TARGET, "not a DSpark drafter"),
+    ({"model": "org/dspark_x", "dspark_draft_topk": 20000}, TARGET, "16000"),
+    ({"model": "org/dspark_x", "dspark_draft_topk": 0}, TARGET,
      "greater than or equal to 1"),
-    ("F12-eagle3", {"model": "org/EAGLE3-head", "K": 3, "dspark_draft_topk": 64}, TARGET,
+    ({"model": "org/EAGLE3-head", "K": 3, "dspark_draft_topk": 64}, TARGET,
      "only supported by DSpark"),
-    ("F12-ngram", {"method": "ngram", "K": 3, "dspark_draft_topk": 64}, TARGET,
+    ({"method": "ngram", "K": 3, "dspark_draft_topk": 64}, TARGET,
      "only supported by DSpark"),
-    ("F12-v4", {"method": "dspark", "dspark_draft_topk": 64}, "ds/V4",
+    ({"method": "dspark", "dspark_draft_topk": 64}, "ds/V4",
      "Qwen3DSparkModel or Qwen3OmniDSparkModel"),
-    ("F12-checkpoint-value", {"model": "org/dspark_wide"}, TARGET, "40000.*16000"),
-    ("F13-range", {"model": "org/xpress-dflash", "K": 3, "xpress_topc": 99999}, TARGET, "32000"),
-    ("F13-plain", {"method": "dflash", "model": "org/some-dflash", "K": 3, "xpress_topc": 4},
+    ({"model": "org/dspark_wide"}, TARGET, "40000.*16000"),
+    ({"model": "org/xpress-dflash", "K": 3, "xpress_topc": 99999}, TARGET, "32000"),
+    ({"method": "dflash", "model": "org/some-dflash", "K": 3, "xpress_topc": 4},
      TARGET, "only supported by XPress"),
-    ("F13-ngram", {"method": "ngram", "K": 3, "xpress_topc": 4}, TARGET,
+    ({"method": "ngram", "K": 3, "xpress_topc": 4}, TARGET,
      "only supported by XPress"),
-    ("F13-probabilistic", {"model": "org/xpress-dflash", "K": 3,
+    ({"model": "org/xpress-dflash", "K": 3,
                            "draft_sample_method": "probabilistic"}, TARGET, "one-hot"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "model", "gist"), [pytest.param(g, t, m, id=i) for i, g, t, m in REFUSED]
-)
+@pytest.mark.parametrize(("given", "model", "gist"), REFUSED)
 def test_refused(given: dict[str, Any], model: str | None, gist: str) -> None:
     with pytest.raises(ConfigError) as raised:
         spec(given, model=model)
     assert re.search(gist, str(raised.value), re.DOTALL), str(raised.value)
 
 
-def test_E6_warns_about_repeats() -> None:
+def test_repeated_modules_draw_a_warning() -> None:
     assert "acceptance drops" in warnings_of({**MTP, "K": 2}, model="ds/V3")
 
 
-def test_E8_v4() -> None:
+def test_deepseek_v4_has_an_mtp_module() -> None:
     draft = spec({**MTP, "K": 1}, model="ds/V4").draft_model_config
     assert draft is not None and draft.architecture == "DeepSeekV4MTPModel"
 
 
-def test_E9_inferred() -> None:
+def test_mtp_is_inferred_from_the_checkpoint() -> None:
     assert spec({"model": "ds/V3", "K": 1}, model="ds/V3").method == "mtp"
 
 
-def test_E11_gemma4() -> None:
+def test_gemma4_mtp_keeps_no_kv() -> None:
     config = engine({"model": "g/assistant", "K": 3})
     assert config.speculative is not None and config.draft_model is not None
     assert config.speculative.method == "mtp"
@@ -151,17 +151,17 @@ def test_E11_gemma4() -> None:
     assert next_tokens(config) == 1 and not config.draft_has_own_kv
 
 
-def test_E12_one_token() -> None:
+def test_parse_aux_drafts_one_token() -> None:
     assert spec({"model": "n/parseaux", "K": 1}).method == "mtp"
 
 
-def test_E13_three_layers() -> None:
+def test_three_layers_draft_three_tokens() -> None:
     assert "acceptance drops" not in warnings_of({**MTP, "K": 3}, model="s/step3p5")
     resolved = spec({**MTP, "K": 3}, model="s/step3p5")
     assert resolved.speculator.variant == "mtp multi-module"
 
 
-def test_E14_index_share() -> None:
+def test_index_share_reaches_the_draft_config() -> None:
     on = spec({**MTP, "K": 1, "index_share_for_mtp_iteration": True}, model="ds/V3")
     off = spec({**MTP, "K": 1}, model="ds/V3")
     assert on.draft_model_config is not None
@@ -169,7 +169,7 @@ def test_E14_index_share() -> None:
     assert off.draft_model_config != on.draft_model_config
 
 
-def test_E15_transformers_backend() -> None:
+def test_models_of_transformers_may_have_mtp_layers() -> None:
     resolved = spec({**MTP, "K": 2}, model="tf/mtp")
     assert resolved.draft_model_config is not None
     assert resolved.draft_model_config.architecture == "TransformersForMTP"
@@ -179,9 +179,9 @@ def test_E15_transformers_backend() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param("odd/empty-type", id="E16-empty"), pytest.param("odd/moe-type", id="E16-moe")],
+    [pytest.param("odd/empty-type", id="empty"), pytest.param("odd/moe-type", id="moe")],
 )
-def test_E16_no_substring_match(model: str) -> None:
+def test_model_types_are_not_matched_by_substring(model: str) -> None:
     assert spec({"model": model, "K": 3}).method == "draft_model"
 
 
@@ -280,9 +280,9 @@ REWRITES: list[tuple[str, dict[str, Any], str | None, int | None, str, dict[str,
 
 @pytest.mark.parametrize(
     ("hf", "kind", "count", "arch", "extra"),
-    [pytest.param(*row[1:], id=f"E17-{row[0]}") for row in REWRITES],
+    [pytest.param(*row[1:], id=row[0]) for row in REWRITES],
 )
-def test_E17_rewrite(
+def test_a_targets_config_becomes_its_modules_config(
     hf: dict[str, Any], kind: str | None, count: int | None, arch: str, extra: dict[str, Any]
 ) -> None:
     hf = copy.deepcopy(hf)
@@ -296,17 +296,17 @@ def test_E17_rewrite(
 @pytest.mark.parametrize(
     ("hf", "gist"),
     [
-        pytest.param({"model_type": "inkling_mm_model"}, "no MTP weights", id="E17-inkling-none"),
+        pytest.param({"model_type": "inkling_mm_model"}, "no MTP weights", id="inkling-none"),
         pytest.param({"model_type": "dots3_note", N: 2, "mtp_layer_types": ["full_attention"]},
-                     "mtp_layer_types", id="E17-dots3-length"),
+                     "mtp_layer_types", id="dots3-length"),
     ],
 )  # fmt: skip
-def test_E17_refused(hf: dict[str, Any], gist: str) -> None:
+def test_a_family_refuses_what_it_cannot_rewrite(hf: dict[str, Any], gist: str) -> None:
     with pytest.raises(ConfigError, match=gist):
         rewrite(hf)
 
 
-def test_F1_dflash() -> None:
+def test_dflash_drafts_a_block_of_masks() -> None:
     config = engine({"method": "dflash", "model": "org/some-dflash", "K": 7})
     assert config.draft_model is not None and config.speculative is not None
     assert config.draft_model.architecture == "DFlashQwen3ForCausalLM"
@@ -318,7 +318,7 @@ def test_F1_dflash() -> None:
     assert config.aux_hidden_state_layer_ids == (2, 16, 29)
 
 
-def test_F4_muse_glimmer() -> None:
+def test_muse_glimmer_is_a_dflash_drafter() -> None:
     source = with_models({
         "org/muse": {**CATALOG["org/muse"], "vocab_size": 32000},
     })  # fmt: skip
@@ -329,17 +329,15 @@ def test_F4_muse_glimmer() -> None:
 
 
 DSPARK = [
-    ("F5", {"method": "dspark", "model": "org/dspark_x"}, 7, 7),
-    ("F6", {"method": "dspark", "model": "org/dspark_fill", "K": 4}, 4, 5),
-    ("F7", {"model": "org/dspark_qwen"}, 7, 7),
-    ("F8-block-key", {"model": "org/dspark_only_block"}, 5, 5),
-    ("F8-n_predict-ignored", {"model": "org/dspark_n3", "K": 4}, 4, 4),
+    ({"method": "dspark", "model": "org/dspark_x"}, 7, 7),
+    ({"method": "dspark", "model": "org/dspark_fill", "K": 4}, 4, 5),
+    ({"model": "org/dspark_qwen"}, 7, 7),
+    ({"model": "org/dspark_only_block"}, 5, 5),
+    ({"model": "org/dspark_n3", "K": 4}, 4, 4),
 ]
 
 
-@pytest.mark.parametrize(
-    ("given", "k", "lookahead"), [pytest.param(g, k, n, id=i) for i, g, k, n in DSPARK]
-)
+@pytest.mark.parametrize(("given", "k", "lookahead"), DSPARK)
 def test_dspark(given: dict[str, Any], k: int, lookahead: int) -> None:
     config = engine(given)
     assert config.speculative is not None and config.draft_model is not None
@@ -350,10 +348,12 @@ def test_dspark(given: dict[str, Any], k: int, lookahead: int) -> None:
 
 @pytest.mark.parametrize(
     ("model", "arch", "kind", "quantization"),
-    [pytest.param("ds/V4", "DSparkDraftModel", "deepseek_v4", "fp8", id="F9-v4"),
-     pytest.param("ds/V41", "DSparkV41DraftModel", "deepseek_v41", None, id="F9-v41")],
+    [pytest.param("ds/V4", "DSparkDraftModel", "deepseek_v4", "fp8", id="v4"),
+     pytest.param("ds/V41", "DSparkV41DraftModel", "deepseek_v41", None, id="v41")],
 )  # fmt: skip
-def test_F9_in_checkpoint(model: str, arch: str, kind: str, quantization: str | None) -> None:
+def test_dspark_inside_a_target_checkpoint(
+    model: str, arch: str, kind: str, quantization: str | None
+) -> None:
     chosen = target(model).model_copy(update={"model_weights": "/w"})
     resolved = spec(
         {"method": "dspark", "K": 5}, target_config=chosen,
@@ -365,11 +365,11 @@ def test_F9_in_checkpoint(model: str, arch: str, kind: str, quantization: str | 
     assert draft.quantization == quantization
 
 
-def test_F10_K_from_block_size() -> None:
+def test_dspark_K_is_the_block_size() -> None:
     assert spec({"method": "dspark"}, model="ds/V4").num_speculative_tokens == 5
 
 
-def test_F12_topk_reaches_the_draft_config() -> None:
+def test_dspark_topk_reaches_the_draft_config() -> None:
     resolved = spec({"model": "org/dspark_x", "dspark_draft_topk": 64})
     assert resolved.draft_model_config is not None
     assert resolved.draft_model_config.hf_config["dspark_draft_topk"] == 64
@@ -377,9 +377,9 @@ def test_F12_topk_reaches_the_draft_config() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
-    [pytest.param(None, 64, id="F13-checkpoint"), pytest.param(0, 0, id="F13-full-vocab")],
+    [pytest.param(None, 64, id="checkpoint"), pytest.param(0, 0, id="full-vocab")],
 )
-def test_F13_xpress(asked: int | None, expected: int) -> None:
+def test_xpress_candidates(asked: int | None, expected: int) -> None:
     resolved = spec({"model": "org/xpress-dflash", "K": 3, "xpress_topc": asked})
     assert resolved.draft_model_config is not None
     assert resolved.draft_model_config.hf_config["xpress_topc"] == expected
@@ -387,11 +387,11 @@ def test_F13_xpress(asked: int | None, expected: int) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param("org/neutral-gemma", id="F14-gemma4"),
-     pytest.param("org/neutral-muse", id="F14-muse"),
-     pytest.param("org/neutral-k3", id="F14-k3-ours-by-architecture")],
+    [pytest.param("org/neutral-gemma", id="gemma4"),
+     pytest.param("org/neutral-muse", id="muse"),
+     pytest.param("org/neutral-k3", id="k3-ours-by-architecture")],
 )  # fmt: skip
-def test_F14_by_architecture(model: str) -> None:
+def test_dspark_is_found_by_architecture(model: str) -> None:
     resolved = spec({"model": model})
     assert resolved.method == "dspark" and resolved.draft_model_config is not None
     if model == "org/neutral-gemma":
@@ -403,13 +403,12 @@ def test_F14_by_architecture(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "arch", "variant"),
     [
-        pytest.param("org/dflash2-head", "DFlash2DraftModel", "dflash2", id="F15-dflash2"),
-        pytest.param("org/lilicorr", "LiLiCorrDraftModel", "lilicorr", id="F15-lilicorr"),
-        pytest.param("org/dflash-mixed", "DFlashDraftModel", "dflash", id="F15-mixed"),
+        pytest.param("org/dflash2-head", "DFlash2DraftModel", "dflash2", id="dflash2"),
+        pytest.param("org/lilicorr", "LiLiCorrDraftModel", "lilicorr", id="lilicorr"),
+        pytest.param("org/dflash-mixed", "DFlashDraftModel", "dflash", id="mixed"),
     ],
 )
-def test_F15_variants(model: str, arch: str, variant: str) -> None:
-    # "V1-unsupported" has no counterpart: the variant names the drafter the launcher must find.
+def test_dflash_variants_by_architecture(model: str, arch: str, variant: str) -> None:
     resolved = spec({"method": "dflash", "model": model, "K": 3})
     assert resolved.draft_model_config is not None
     assert resolved.draft_model_config.architecture == arch
@@ -437,22 +436,22 @@ OMNI_BREAKS: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_F16_valid_contract() -> None:
+def test_an_omni_drafter_that_fits_is_accepted() -> None:
     source = with_models({"q/omni": OMNI_TARGET, "q/omni-dspark": OMNI_DRAFT})
     config = engine({"model": "q/omni-dspark", "K": 7}, model="q/omni", source=source)
     assert config.num_lookahead_tokens == 7
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [pytest.param(k, v, id=f"F16-{k}-{v}") for k, v in OMNI_BREAKS]
+    ("key", "value"), [pytest.param(k, v, id=f"{k}-{v}") for k, v in OMNI_BREAKS]
 )
-def test_F16_broken_contract(key: str, value: Any) -> None:
+def test_an_omni_drafter_must_fit_its_target(key: str, value: Any) -> None:
     source = with_models({"q/omni": OMNI_TARGET, "q/omni-dspark": {**OMNI_DRAFT, key: value}})
     with pytest.raises(ConfigError, match=r"Qwen3-Omni DSpark|mask_token_id|target_layer_ids"):
         engine({"model": "q/omni-dspark", "K": 7}, model="q/omni", source=source)
 
 
-def test_F16_K_must_be_the_block() -> None:
+def test_an_omni_drafters_K_is_its_block() -> None:
     source = with_models({"q/omni": OMNI_TARGET, "q/omni-dspark": OMNI_DRAFT})
     with pytest.raises(ConfigError, match="Qwen3-Omni DSpark: num_speculative_tokens=3"):
         engine({"model": "q/omni-dspark", "K": 3}, model="q/omni", source=source)
@@ -463,15 +462,15 @@ DFLASH = {"method": "dflash", "model": "org/some-dflash", "K": 7}
 
 @pytest.mark.parametrize(
     ("tokens", "active"),
-    [pytest.param(1024, 128, id="F17-1024"), pytest.param(9, 1, id="F17-9")],
+    [pytest.param(1024, 128, id="1024"), pytest.param(9, 1, id="9")],
 )
-def test_F17_active_requests(tokens: int, active: int) -> None:
+def test_block_drafters_cap_active_requests(tokens: int, active: int) -> None:
     config = engine(DFLASH, max_num_batched_tokens=tokens, max_num_seqs=256)
     assert (config.max_num_draft_seqs, config.max_num_active_seqs) == (active, active)
     assert f"only {active} of max_num_seqs=256" in "\n".join(config.warnings)
 
 
-def test_F17_no_room() -> None:
+def test_a_step_too_small_for_one_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="not enough slots"):
         engine(DFLASH, max_num_batched_tokens=8, max_num_seqs=256)
 

@@ -1,4 +1,4 @@
-"""Acceptance rows J (hash, overrides) and S (registry, capabilities)."""
+"""Kernel options of the draft, and methods of others: registered or declared."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from specconfig import registry
 from specconfig.errors import ConfigError
+from specconfig.method_names import BUILTIN_METHODS
 from specconfig.options import SpeculativeFields, SpeculativeOptions
 from specconfig.speculators.base import SpeculatorConfig
 from specconfig.speculators.eagle import Eagle3SpeculatorConfig, EagleSpeculatorConfig
@@ -23,19 +24,19 @@ EAGLE3 = {"method": "eagle3", "model": "org/EAGLE3-head", "K": 3}
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [pytest.param("auto", None, id="J5-auto"), pytest.param("AuTo", None, id="J5-AuTo"),
-     pytest.param("flash_attn", "FLASH_ATTN", id="J5-flash")],
+    [pytest.param("auto", None, id="auto"), pytest.param("AuTo", None, id="AuTo"),
+     pytest.param("flash_attn", "FLASH_ATTN", id="flash")],
 )  # fmt: skip
-def test_J5_attention_backend(text: str, expected: str | None) -> None:
+def test_attention_backends_in_any_case(text: str, expected: str | None) -> None:
     assert spec({**EAGLE3, "attention_backend": text}).attention_backend == expected
 
 
-def test_J5_unknown() -> None:
+def test_unknown_attention_backends_are_listed() -> None:
     with pytest.raises(ConfigError, match=r"Unknown attention backend 'nope'.*FLASH_ATTN"):
         spec({**EAGLE3, "attention_backend": "nope"})
 
 
-def test_J6_open_and_closed_sets() -> None:
+def test_open_and_closed_sets_of_kernels() -> None:
     resolved = spec({**EAGLE3, "quantization": "weird", "kv_cache_dtype": "weird"})
     assert (resolved.quantization, resolved.kv_cache_dtype) == ("weird", "weird")
     with pytest.raises(ConfigError, match="moe_backend"):
@@ -45,15 +46,15 @@ def test_J6_open_and_closed_sets() -> None:
 @pytest.mark.parametrize(
     ("given", "model"),
     [pytest.param({"method": "ngram", "K": 4, "parallel_drafting": True}, "meta/target",
-                  id="J7-ngram"),
-     pytest.param({"method": "mtp", "K": 3, "parallel_drafting": True}, "ds/V3", id="J7-mtp")],
+                     id="ngram"),
+     pytest.param({"method": "mtp", "K": 3, "parallel_drafting": True}, "ds/V3", id="mtp")],
 )  # fmt: skip
-def test_J7_parallel_drafting_does_not_leak(given: dict[str, Any], model: str) -> None:
+def test_parallel_drafting_stays_with_its_methods(given: dict[str, Any], model: str) -> None:
     with pytest.raises(ConfigError, match="parallel_drafting does not apply"):
         spec(given, model=model)
 
 
-def test_J8_no_room() -> None:
+def test_a_step_without_room_to_draft_is_refused() -> None:
     with pytest.raises(ConfigError, match="not enough slots"):
         engine({"model": "meta/tiny", "K": 3}, max_num_batched_tokens=3)
 
@@ -95,15 +96,15 @@ def clean_registry() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("ngram", id="S1-ngram"), pytest.param("deepseek_mtp", id="S1-alias"),
-             pytest.param("pard", id="S1-pard")]
+    "name", [pytest.param("ngram", id="ngram"), pytest.param("deepseek_mtp", id="alias"),
+             pytest.param("pard", id="pard")]
 )  # fmt: skip
-def test_S1_built_in(name: str) -> None:
+def test_built_in_names_cannot_be_registered(name: str) -> None:
     with pytest.raises(ConfigError, match="built-in speculative method"):
         registry.register_speculative_method(name, CustomEagle)
 
 
-def test_S2_registering() -> None:
+def test_registering_twice_is_fine_taking_a_name_is_not() -> None:
     registry.register_speculative_method("x", CustomEagle)
     registry.register_speculative_method("x", CustomEagle)
     assert registry.registered_speculative_methods() == ["x"]
@@ -111,7 +112,7 @@ def test_S2_registering() -> None:
         registry.register_speculative_method("x", OtherEagle)
 
 
-def test_S3_custom_method_takes_its_bases_path() -> None:
+def test_a_custom_method_takes_its_bases_path() -> None:
     registry.register_speculative_method("x", CustomEagle)
     config = engine({"method": "x", "model": "org/eagle-head", "K": 3})
     assert config.speculative is not None
@@ -123,7 +124,7 @@ def test_S3_custom_method_takes_its_bases_path() -> None:
     assert type(config).from_json(config.to_json()) == config
 
 
-def test_S3_a_method_without_a_base_keeps_its_name() -> None:
+def test_a_method_without_a_base_keeps_its_name() -> None:
     registry.register_speculative_method("alone", Standalone)
     config = engine({"method": "alone", "K": 3})
     assert config.speculative is not None
@@ -131,26 +132,26 @@ def test_S3_a_method_without_a_base_keeps_its_name() -> None:
     assert config.num_lookahead_tokens == 0
 
 
-def test_S4_unknown_lists_registered() -> None:
+def test_unknown_methods_are_answered_with_registered_ones() -> None:
     registry.register_speculative_method("x", CustomEagle)
     with pytest.raises(ConfigError) as raised:
         spec({"method": "nope", "K": 3})
     text = str(raised.value)
     assert "'nope'" in text and "['x']" in text
-    assert str(sorted(registry.BUILTIN_METHODS)) in text
+    assert str(sorted(BUILTIN_METHODS)) in text
 
 
 @pytest.mark.parametrize(
     ("given", "model"),
     [
         pytest.param({"method": "eagle", "model": "org/eagle-head", "K": 3,
-                      "index_share_for_mtp_iteration": True}, "meta/target", id="S5-eagle"),
-        pytest.param({"method": "mtp", "K": 1, "dspark_draft_topk": 4}, "ds/V3", id="S5-mtp"),
+                      "index_share_for_mtp_iteration": True}, "meta/target", id="eagle"),
+        pytest.param({"method": "mtp", "K": 1, "dspark_draft_topk": 4}, "ds/V3", id="mtp"),
         pytest.param({"method": "ngram", "K": 3, "speculator_options": {}}, "meta/target",
-                     id="S5-ngram"),
+                     id="ngram"),
     ],
 )  # fmt: skip
-def test_S5_unsupported_option(given: dict[str, Any], model: str) -> None:
+def test_options_of_other_methods_are_refused(given: dict[str, Any], model: str) -> None:
     with pytest.raises(ConfigError, match="unsupported option for method"):
         spec(given, model=model)
 
@@ -159,25 +160,25 @@ def declaring(name: str) -> Any:
     return with_models({"org/declared-eagle3": head(speculator_config_class=name)})
 
 
-def test_S6_declared_subclass() -> None:
+def test_a_checkpoint_may_declare_a_known_subclass() -> None:
     given = {"method": "eagle3", "model": "org/declared-eagle3", "K": 3}
     resolved = spec(given, source=declaring(DeclaredEagle3.__qualname__))
     assert resolved.speculator.variant == "declared"
 
 
-def test_S6_declared_class_of_another_method() -> None:
+def test_a_checkpoint_cannot_declare_another_method() -> None:
     given = {"method": "eagle3", "model": "org/declared-eagle3", "K": 3}
     with pytest.raises(ConfigError, match=r"'eagle3'.*declares 'ngram'"):
         spec(given, source=declaring(NgramSpeculatorConfig.__qualname__))
 
 
-def test_S6_checkpoints_cannot_name_code_to_import() -> None:
+def test_checkpoints_cannot_name_code_to_import() -> None:
     given = {"method": "eagle3", "model": "org/declared-eagle3", "K": 3}
     with pytest.raises(ConfigError, match="built-in or registered"):
         spec(given, source=declaring("os:system"))
 
 
-def test_S7_multi_module() -> None:
+def test_several_mtp_modules_have_a_class_of_their_own() -> None:
     speculator = spec({"method": "mtp", "K": 2}, model="ds/V3-2").speculator
     assert type(speculator).__name__ == "MultiModuleMTPSpeculatorConfig"
     assert speculator.num_prefill_lookahead_tokens == 2
@@ -192,14 +193,14 @@ specconfig.SpeculativeConfig, specconfig.register_speculative_method
 elapsed = time.process_time() - start
 names = ("torch", "ray", "transformers", "numpy", "huggingface_hub")
 heavy = [m for m in names if m in sys.modules]
-methods = [m for m in sys.modules if m.startswith("specconfig.speculators.")
-           and m != "specconfig.speculators.base"]
+from specconfig.method_names import CONFIG_BY_METHOD
+methods = [m for m in sys.modules if any(c.startswith(m + ":") for c in CONFIG_BY_METHOD.values())]
 engine = [m for m in sys.modules if m.split(".")[0] in ("actors", "parallel", "deploy")]
 print(repr((heavy, methods, engine, elapsed)))
 """
 
 
-def test_S9_imports_stay_light() -> None:
+def test_imports_stay_light() -> None:
     # CPU time, best of three: the machine is shared, the budget is about this package.
     best = 9.0
     for _ in range(3):
@@ -223,7 +224,7 @@ SEED = {
 }
 
 
-def test_S10_the_seeds_example() -> None:
+def test_a_whole_eagle3_example() -> None:
     config = engine(SEED, max_num_seqs=200)
     law = config.draft_law
     assert law is not None and (law.num_lookahead_tokens, law.num_next_tokens) == (4, 1)
@@ -239,7 +240,8 @@ def test_every_option_is_described() -> None:
 
 
 def test_no_method_specific_option_is_unclaimed() -> None:
-    from specconfig.registry import CONFIG_BY_METHOD, load_class
+    from specconfig.method_names import CONFIG_BY_METHOD
+    from specconfig.registry import load_class
     from specconfig.speculators.base import METHOD_OPTIONS
 
     claimed: set[str] = set()

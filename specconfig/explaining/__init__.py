@@ -1,0 +1,1 @@
+"""``paceline explain``: what a file means, line by line, before anything is loaded."""

@@ -1,0 +1,1 @@
+"""What checkpoints say about themselves: config files and headers, and their plain meaning."""
