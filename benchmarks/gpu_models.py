@@ -19,7 +19,7 @@ from actors.model import attention, loader, paged_lm
 from actors.model.inputs import EntryRows, SlotTables
 from actors.requests import GenerateRequest
 from actors.startup.preflight import build_lookup_drafter, size_kv
-from actors.startup.workers import build_draft_host
+from actors.startup.workers import build_drafter
 from actors.steps.client import InProcessStepClient
 from actors.steps.messages import BlockDelta, SlotParams, token_array
 from actors.steps.protocols import LookupDrafter
@@ -110,13 +110,13 @@ def build_engine(
     where = torch.device(device)
     with random_weights():
         target = TargetRunner(config, where)
-        draft = build_draft_host(config, where) if config.drafter_host == "draft" else None
+        drafter = build_drafter(config, where) if config.draft_model is not None else None
     num_blocks = size_kv(config, where.type, None).num_blocks
-    for host in (target, draft):
+    for host in (target.host, drafter):
         if host is not None:
             host.allocate(num_blocks)
             host.warm_up()
-    return _verifier(config, num_blocks, InProcessStepClient(target, draft)), target
+    return _verifier(config, num_blocks, InProcessStepClient(target, drafter)), target
 
 
 def _verifier(
@@ -447,11 +447,11 @@ def _tokens_per_second(ctx: Any, name: str, dtype: str) -> Report:
     with random_weights():
         target = TargetRunner(config, torch.device(ctx.device))
     num_blocks = size_kv(config, torch.device(ctx.device).type, None).num_blocks
-    target.allocate(num_blocks)
-    target.warm_up()
+    target.host.allocate(num_blocks)
+    target.host.warm_up()
     found: Report = {"kv_blocks": num_blocks}
     if not ctx.is_cpu:
-        weights = sum(p.numel() * p.element_size() for p in target.model._model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in target.host.model._model.parameters())
         used = torch.cuda.memory_allocated()
         found["memory"] = {
             "allocated": used, "weights": weights, "kv_limit": kv_bytes,
