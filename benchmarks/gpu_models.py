@@ -22,7 +22,7 @@ from actors.model.kv import PagedCache
 from actors.model.paged_lm import PagedCausalLM
 from actors.requests import GenerateRequest
 from actors.startup.preflight import build_lookup_drafter, size_kv
-from actors.startup.workers import build_draft_host
+from actors.startup.workers import build_drafter
 from actors.steps.client import InProcessStepClient
 from actors.steps.messages import BlockDelta, SlotParams, token_array
 from actors.steps.protocols import LookupDrafter
@@ -112,13 +112,13 @@ def build_engine(
     where = torch.device(device)
     with random_weights():
         target = TargetRunner(config, where)
-        draft = build_draft_host(config, where) if config.drafter_host == "draft" else None
+        drafter = build_drafter(config, where) if config.draft_model is not None else None
     num_blocks = size_kv(config, where.type, None).num_blocks
-    for host in (target, draft):
+    for host in (target.host, drafter):
         if host is not None:
             host.allocate(num_blocks)
             host.warm_up()
-    return build_verifier(config, num_blocks, InProcessStepClient(target, draft)), target
+    return build_verifier(config, num_blocks, InProcessStepClient(target, drafter)), target
 
 
 def build_verifier(

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 
 from actors.startup.preflight import size_kv
-from actors.startup.workers import build_draft_host
-from actors.steps.client import (
-    ReconnectingDrafts,
-    SocketStepClient,
-    draft_handler,
-    serve_steps,
-    target_handler,
-)
+from actors.startup.workers import build_drafter
+from actors.steps.client import SocketStepClient
+from actors.steps.drafts import ConnectedDrafts
+from actors.steps.serve import serve_draft, serve_target
+from actors.steps.target_step import TargetStep
 from actors.target.runner import TargetRunner
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
@@ -40,23 +37,23 @@ def _target_process(config_json: str, path: str, draft_path: str, device: str) -
     config = EngineConfig.from_json(config_json)
     with random_weights():
         target = TargetRunner(config, torch.device(device))
-    target.allocate(size_kv(config, torch.device(device).type, None).num_blocks)
-    target.warm_up()
-    drafts = ReconnectingDrafts(FrameListener(draft_path, 1))
+    target.host.allocate(size_kv(config, torch.device(device).type, None).num_blocks)
+    target.host.warm_up()
+    drafts = ConnectedDrafts(FrameListener(draft_path, 0))
     connection = FrameSocket.connect(path, "target", 0, 1, os.getpid(), _WAIT_S)
-    serve_steps(connection, target_handler(target, drafts))
+    serve_target(connection, TargetStep(target, drafts))
 
 
 def _draft_process(config_json: str, path: str, draft_path: str, device: str) -> None:
     _limit_memory(device, 0.45)
     config = EngineConfig.from_json(config_json)
     with random_weights():
-        draft = build_draft_host(config, torch.device(device))
+        draft = build_drafter(config, torch.device(device))
     draft.allocate(size_kv(config, torch.device(device).type, None).num_blocks)
     draft.warm_up()
-    target = FrameSocket.connect(draft_path, "draft", 0, 1, os.getpid(), _WAIT_S)
+    target = FrameSocket.connect(draft_path, "draft", 0, 0, os.getpid(), _WAIT_S)
     connection = FrameSocket.connect(path, "draft", 0, 1, os.getpid(), _WAIT_S)
-    serve_steps(connection, draft_handler(draft, [target]))
+    serve_draft(connection, draft, target)
 
 
 def colocated(name: str, device: str, timeout_s: float) -> Report:

@@ -107,11 +107,11 @@ def _tokens_per_second(ctx: Context, name: str, dtype: str) -> Report:
     with random_weights():
         target = TargetRunner(config, torch.device(ctx.device))
     num_blocks = size_kv(config, torch.device(ctx.device).type, None).num_blocks
-    target.allocate(num_blocks)
-    target.warm_up()
+    target.host.allocate(num_blocks)
+    target.host.warm_up()
     found: Report = {"kv_blocks": num_blocks}
     if not ctx.is_cpu:
-        weights = sum(p.numel() * p.element_size() for p in target.model._model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in target.host.model._model.parameters())
         used = torch.cuda.memory_allocated()
         found["memory"] = {
             "allocated": used, "weights": weights, "kv_limit": kv_bytes,

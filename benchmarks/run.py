@@ -82,7 +82,7 @@ class _Stepper:
         self._make = (StepPlan, TargetEntry, token_array)
         self.context = context
         self.runner = TargetRunner(config, torch.device("cpu"))
-        self.runner.allocate(200)
+        self.runner.host.allocate(200)
         ids = token_array([(7 * i) % 1000 + 5 for i in range(context)])
         plan = StepPlan(
             0, 0, (SlotParams(0, context, 1),), (BlockDelta(0, 0, token_array(range(1, 120))),),
@@ -269,7 +269,7 @@ def invariance(options: argparse.Namespace) -> dict[str, Any]:
 
     def prepare(exact: bool) -> Callable[[int, int], float]:
         runner = TargetRunner(_config(options, batch_invariant=exact), torch.device("cpu"))
-        runner.allocate(200)
+        runner.host.allocate(200)
         admission = (SlotParams(0, 8, 1),)
         blocks = (BlockDelta(0, 0, token_array(range(1, 120))),)
 

@@ -9,9 +9,10 @@ import pytest
 
 from actors.errors import EngineDead
 from actors.stats import EngineStats
-from actors.steps.client import InProcessStepClient, no_drafts
+from actors.steps.client import InProcessStepClient
 from actors.steps.messages import DraftTokens, RowStats, Stat, StepPlan, token_array
 from actors.steps.protocols import Proposal, Verified
+from actors.steps.target_step import no_drafts
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop
