@@ -90,3 +90,9 @@ class StepTimeout(EngineDead):
 
 class LoadError(EngineError):
     """A model, tokenizer or kernel cannot be loaded."""
+
+
+def first_line(error: BaseException) -> str:
+    """Kind and first line of another library's error, for a message of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.model import attention, loader, paged_lm
-from actors.model.inputs import EntryRows, SlotTables
+from actors.model import discovery, interface, loader, trunk
+from actors.model.attention_torch import GatherPlan, HostBatch, paged_attention_torch
+from actors.model.inputs import EntryRows, FlatBatch, SlotTables
+from actors.model.kv import PagedCache
+from actors.model.paged_lm import PagedCausalLM
 from actors.requests import GenerateRequest
 from actors.startup.preflight import build_lookup_drafter, size_kv
 from actors.startup.workers import build_draft_host
@@ -57,21 +60,21 @@ _WAIT_S = 120.0
 @contextmanager
 def random_weights() -> Iterator[None]:
     """Inside, models are made from their shape and a fixed seed instead of being loaded."""
-    with mock.patch.object(paged_lm, "load_causal_lm", _make):
+    with mock.patch.object(trunk, "load_causal_lm", _make):
         yield
 
 
 def _make(
     location: str, *, dtype: torch.dtype, device: torch.device, **_: Any
 ) -> loader.LoadedModel:
-    attention.register()
+    interface.register()
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.initialization import no_init_weights
 
     shape = {k: v for k, v in SHAPES[location].items() if k not in ("architectures", "dtype")}
     with torch.device(device), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(
-            LlamaConfig(**shape), dtype=dtype, attn_implementation=attention.ATTENTION_NAME
+            LlamaConfig(**shape), dtype=dtype, attn_implementation=interface.ATTENTION_NAME
         )
     # Small models get the same weights on every device; large ones are made where they stay.
     is_small = sum(p.numel() for p in model.parameters()) < _SMALL
@@ -87,8 +90,8 @@ def _make(
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
     model.eval().requires_grad_(False)
-    layers = loader._decoder_layers(model, location)
-    return loader.LoadedModel(model, layers, loader._discover_kv(model, layers, location))
+    layers = loader.decoder_layers(model, location)
+    return loader.LoadedModel(model, layers, discovery.discover_kv(model, layers, location))
 
 
 def resolve(name: str, device: str, dtype: str, spec: Report | None, **kw: Any) -> EngineConfig:
@@ -192,9 +195,7 @@ def attention_error(
     width = -(-max(lens) // _BLOCK)
     order = torch.randperm(len(lens) * width, generator=made) + 1
     table = order.reshape(len(lens), width).int()
-    cache = attention.PagedCache(
-        len(lens) * width + 1, kv_heads, head_dim, _BLOCK, kind, torch.device("cpu")
-    )
+    cache = PagedCache(len(lens) * width + 1, kv_heads, head_dim, _BLOCK, kind, torch.device("cpu"))
     keys = [random(n, kv_heads, head_dim) for n in lens]
     values = [random(n, kv_heads, head_dim) for n in lens]
     query = random(1, heads, sum(rows), head_dim)
@@ -223,14 +224,15 @@ def attention_error(
         expected.append(weights @ values[r].double().repeat_interleave(group, 1).transpose(0, 1))
         first += n
     cache.to(device)
-    got = attention.paged_attention_torch(
+    host = HostBatch(
+        np.cumsum([0, *rows], dtype=np.int32), np.array(lens, dtype=np.int32), table.numpy(),
+        torch.cat(slots).numpy(),
+    )  # fmt: skip
+    got = paged_attention_torch(
         query.to(device),
         torch.cat(new_keys).transpose(0, 1)[None].to(device),
         torch.cat(new_values).transpose(0, 1)[None].to(device),
-        cache.keys, cache.values,
-        torch.tensor([0, *np.cumsum(rows)], dtype=torch.int32, device=device),
-        torch.tensor(lens, dtype=torch.int32, device=device),
-        table.to(device), torch.cat(slots).to(device),
+        cache.keys, cache.values, GatherPlan(host, _BLOCK, torch.device(device)),
         head_dim**-0.5, softcap, window,
     )  # fmt: skip
     wanted = torch.cat(expected, 1).transpose(0, 1)
@@ -243,7 +245,7 @@ class Steps:
     def __init__(self, name: str, device: str, dtype: str, batch: int, context: int) -> None:
         config = resolve(name, device, dtype, None, max_num_seqs=batch)
         with random_weights():
-            self.model = paged_lm.PagedCausalLM(
+            self.model = PagedCausalLM(
                 config.model, device=torch.device(device), max_positions=1024, compile_layers="off"
             )
         self.device = torch.device(device)
@@ -259,17 +261,21 @@ class Steps:
             [BlockDelta(slot, 0, ids[slot]) for slot in range(batch)],
         )
         for slot in range(batch):
-            self._forward([EntryRows(slot, 0, token_array(prompt(slot, context)), 1)])
+            entry = EntryRows(slot, 0, token_array(prompt(slot, context)), 1)
+            self.logits(self.tables.flatten([entry], self.device))
 
-    def _forward(self, entries: list[EntryRows]) -> Tensor:
-        return self.model.forward(self.tables.flatten(entries, self.device))
+    @torch.inference_mode()
+    def logits(self, batch: FlatBatch) -> Tensor:
+        return self.model.forward(batch).logits
 
-    def batch_of(self, rows: int, batch: int | None = None) -> Any:
+    def batch_of(self, rows: int, batch: int | None = None) -> FlatBatch:
         tokens = token_array(prompt(3, rows))
-        return self.tables.flatten(
+        flat = self.tables.flatten(
             [EntryRows(s, self.context, tokens, rows) for s in range(batch or self.batch)],
             self.device,
         )
+        # As far as it can be before the forward, so that a graph can be captured from that.
+        return flat.over(self.model.kv)
 
 
 def forward_error(name: str, device: str, dtype: str) -> float:
@@ -280,8 +286,8 @@ def forward_error(name: str, device: str, dtype: str) -> float:
         there, here = (Steps(name, d, t, 3, 40) for d, t in ((device, dtype), ("cpu", "float32")))
         worst = 0.0
         for rows in (1, 5, 8):
-            got = there.model.forward(there.batch_of(rows)).cpu()
-            wanted = here.model.forward(here.batch_of(rows))
+            got = there.logits(there.batch_of(rows)).cpu()
+            wanted = here.logits(here.batch_of(rows))
             worst = max(worst, float((got - wanted).abs().max()))
         return worst
     finally:
@@ -328,11 +334,11 @@ def static_attention(batch: int, rows: int) -> Callable[..., tuple[Tensor, None]
 @contextmanager
 def attending(function: Callable[..., Any]) -> Iterator[None]:
     """Inside, models attend with `function`."""
-    ALL_ATTENTION_FUNCTIONS.register(attention.ATTENTION_NAME, function)
+    ALL_ATTENTION_FUNCTIONS.register(interface.ATTENTION_NAME, function)
     try:
         yield
     finally:
-        attention.register()
+        interface.register()
 
 
 def capture(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
@@ -396,7 +402,7 @@ def _forwards(ctx: Any, name: str, dtype: str) -> None:
         for size in dict.fromkeys((1, min(8, batch), batch)):
             for k in tiers:
                 rows = steps.batch_of(1 + k, size)
-                run = partial(steps.model.forward, rows)
+                run = partial(steps.logits, rows)
                 found[f"batch {size}, K={k}"] = round(timed(run, ctx, 10) * 1e3, 3)
         return found
 
@@ -411,7 +417,7 @@ def _graphs(ctx: Any, steps: Steps, tiers: Sequence[int]) -> Report:
     found: Report = {} if not ctx.is_cpu else {"capture": "skipped: no CUDA"}
     for size in dict.fromkeys((1, min(8, steps.batch))):
         for k in tiers:
-            run = partial(steps.model.forward, steps.batch_of(1 + k, size))
+            run = partial(steps.logits, steps.batch_of(1 + k, size))
             wanted = run()
             one: Report = {}
             with attending(static_attention(size, 1 + k)):
@@ -428,7 +434,7 @@ def _graphs(ctx: Any, steps: Steps, tiers: Sequence[int]) -> Report:
 def capture_engine_forward(device: str) -> Report:
     """Whether the engine's forward, as it is, can be captured; raises what stands in the way."""
     steps = Steps(TINY, device, "float32", 2, 32)
-    run = partial(steps.model.forward, steps.batch_of(5))
+    run = partial(steps.logits, steps.batch_of(5))
     wanted = run().clone()
     graph, out = capture(run)
     graph.replay()
@@ -451,7 +457,7 @@ def _tokens_per_second(ctx: Any, name: str, dtype: str) -> Report:
     target.warm_up()
     found: Report = {"kv_blocks": num_blocks}
     if not ctx.is_cpu:
-        weights = sum(p.numel() * p.element_size() for p in target.model._model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in target.model.model.parameters())
         used = torch.cuda.memory_allocated()
         found["memory"] = {
             "allocated": used, "weights": weights, "kv_limit": kv_bytes,

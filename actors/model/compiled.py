@@ -15,14 +15,13 @@ import logging
 import operator
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from actors.errors import LoadError
-from actors.model.linear import PackedLinear, can_pack
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +31,42 @@ _EXAMPLE_ROWS = 29
 _EXAMPLE_REQS = 37
 
 _TensorSlot = tuple[dict[str, Any], str]
+
+
+# Compiling takes seconds; below this many parameters a model is fast enough without.
+_MIN_PARAMETERS = 30_000_000
+
+
+def chooses_compiled(
+    setting: Literal["auto", "on", "off"],
+    num_parameters: int,
+    device: torch.device,
+    *,
+    talks: bool,
+) -> bool:
+    """Whether layers are to run compiled. `talks`: they exchange something with other ranks.
+
+    Raises:
+        LoadError: `setting` is "on", and they cannot.
+    """
+    if setting == "off" or (setting == "auto" and num_parameters < _MIN_PARAMETERS):
+        return False
+    if talks:
+        if setting == "on":
+            raise LoadError("compile_layers: on is for one rank; use auto or off")
+        logger.info("layers run eagerly: they wait for other ranks inside")
+        return False
+    if device.type != "cpu":
+        if setting == "on":
+            raise LoadError("compile_layers: on is for CPU; on CUDA use auto or off")
+        return False
+    reason = can_compile()
+    if reason is None:
+        return True
+    if setting == "on":
+        raise LoadError(f"compile_layers: on cannot be had, {reason}; use auto or off")
+    logger.warning("layers run eagerly: %s", reason)
+    return False
 
 
 def can_compile() -> str | None:
@@ -139,70 +174,6 @@ def _trace_and_compile(
     with inductor_config.patch(size_asserts=False, alignment_asserts=False):
         compiled: Any = compile_fx(graph, values)
     return cast("Callable[..., Any]", compiled)
-
-
-class _Fused:
-    """A packed linear that several projections share. Layers call them one after the other with
-    the same input, so the whole product is kept until each has had its part."""
-
-    def __init__(self, num_parts: int) -> None:
-        self._num_parts = num_parts
-        self._x: Tensor | None = None
-        self._out: Tensor | None = None
-        self._num_served = 0
-
-    def product(self, x: Tensor, part: _FusedSlice) -> Tensor:
-        out = self._out
-        if x is not self._x or out is None:
-            out = torch.ops.paceline.packed_linear(
-                x, part.packed, part.bias, part.out_features, part.min_rows
-            )
-            self._x, self._out, self._num_served = x, out, 0
-        self._num_served += 1
-        if self._num_served == self._num_parts:
-            self._x = self._out = None
-        return out
-
-
-class _FusedSlice(nn.Module):
-    """Columns [begin, end) of a packed linear that several projections share."""
-
-    def __init__(self, linear: PackedLinear, shared: _Fused, begin: int, end: int) -> None:
-        super().__init__()
-        self.packed = linear.packed
-        self.out_features = linear.out_features
-        self.register_buffer("bias", linear.bias, persistent=False)
-        self.min_rows = linear.min_rows
-        self.begin, self.end = begin, end
-        self._shared = shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._shared.product(x, self)[..., self.begin : self.end]
-
-
-# Projections of one input, by the names that transformers' modeling code uses.
-_FUSIBLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def fuse_projections(layers: Sequence[nn.Module]) -> None:
-    """Pack q, k, v and gate, up weights as one matrix each."""
-    for layer in layers:
-        for module in list(layer.modules()):
-            for names in _FUSIBLE:
-                linears = [getattr(module, n, None) for n in names]
-                if not all(type(m) is nn.Linear and can_pack(m.weight) for m in linears):
-                    continue
-                biases = [m.bias for m in linears if m.bias is not None]  # type: ignore[union-attr]
-                if biases and len(biases) != len(linears):
-                    continue
-                weight = torch.cat([m.weight.detach() for m in linears])  # type: ignore[union-attr]
-                fused = PackedLinear(weight, torch.cat(biases) if biases else None)
-                shared = _Fused(len(names))
-                begin = 0
-                for name, linear in zip(names, linears, strict=True):
-                    end = begin + linear.out_features  # type: ignore[union-attr]
-                    setattr(module, name, _FusedSlice(fused, shared, begin, end))
-                    begin = end
 
 
 class LayerCompiler:

@@ -11,6 +11,7 @@ Where the ops are missing the plain linear serves.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -140,3 +141,67 @@ def pack_linears(module: nn.Module) -> tuple[int, int]:
             else:
                 plain += 1
     return packed, plain
+
+
+class _Fused:
+    """A packed linear that several projections share. Layers call them one after the other with
+    the same input, so the whole product is kept until each has had its part."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._x: Tensor | None = None
+        self._out: Tensor | None = None
+        self._num_served = 0
+
+    def product(self, x: Tensor, part: _FusedSlice) -> Tensor:
+        out = self._out
+        if x is not self._x or out is None:
+            out = torch.ops.paceline.packed_linear(
+                x, part.packed, part.bias, part.out_features, part.min_rows
+            )
+            self._x, self._out, self._num_served = x, out, 0
+        self._num_served += 1
+        if self._num_served == self._num_parts:
+            self._x = self._out = None
+        return out
+
+
+class _FusedSlice(nn.Module):
+    """Columns [begin, end) of a packed linear that several projections share."""
+
+    def __init__(self, linear: PackedLinear, shared: _Fused, begin: int, end: int) -> None:
+        super().__init__()
+        self.packed = linear.packed
+        self.out_features = linear.out_features
+        self.register_buffer("bias", linear.bias, persistent=False)
+        self.min_rows = linear.min_rows
+        self.begin, self.end = begin, end
+        self._shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._shared.product(x, self)[..., self.begin : self.end]
+
+
+# Projections of one input, by the names that transformers' modeling code uses.
+_FUSIBLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def fuse_projections(layers: Sequence[nn.Module]) -> None:
+    """Pack q, k, v and gate, up weights as one matrix each."""
+    for layer in layers:
+        for module in list(layer.modules()):
+            for names in _FUSIBLE:
+                linears = [getattr(module, n, None) for n in names]
+                if not all(type(m) is nn.Linear and can_pack(m.weight) for m in linears):
+                    continue
+                biases = [m.bias for m in linears if m.bias is not None]  # type: ignore[union-attr]
+                if biases and len(biases) != len(linears):
+                    continue
+                weight = torch.cat([m.weight.detach() for m in linears])  # type: ignore[union-attr]
+                fused = PackedLinear(weight, torch.cat(biases) if biases else None)
+                shared = _Fused(len(names))
+                begin = 0
+                for name, linear in zip(names, linears, strict=True):
+                    end = begin + linear.out_features  # type: ignore[union-attr]
+                    setattr(module, name, _FusedSlice(fused, shared, begin, end))
+                    begin = end

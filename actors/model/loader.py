@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from actors.errors import LoadError
-from actors.model import attention
-from actors.model.attention import KVGeometry
+from actors.errors import LoadError, first_line
+from actors.model import interface
+from actors.model.discovery import discover_kv
+from actors.model.kv import KVGeometry
 from actors.model.sharded import load_shard
 from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import RankGroup, SingleRank, TPGroup
@@ -66,7 +67,7 @@ def load_causal_lm(
     Raises:
         LoadError: with what is wrong and what to do, for everything that cannot be served.
     """
-    attention.register()
+    interface.register()
     from transformers import AutoModelForCausalLM
 
     path = Path(location).expanduser()
@@ -95,9 +96,7 @@ def load_causal_lm(
         )
     if not gguf:
         config = _read_config(location, source, common)
-        for key, value in (hf_overrides or {}).items():
-            if key != "callable":
-                setattr(config, key, value)
+        override(config, hf_overrides or {})
     model: Any
     if is_split:
         model = load_shard(
@@ -116,18 +115,18 @@ def load_causal_lm(
                 source,
                 config=config,
                 dtype=dtype,
-                attn_implementation=attention.ATTENTION_NAME,
+                attn_implementation=interface.ATTENTION_NAME,
                 use_safetensors=None if gguf else True,
                 trust_remote_code=False,
                 **common,
             )
         except Exception as error:
-            raise LoadError(f"cannot load {location!r}: {_first_line(error)}") from error
+            raise LoadError(f"cannot load {location!r}: {first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
-    layers = _decoder_layers(model, location)
+    layers = decoder_layers(model, location)
     # Shapes only: other ranks may still be loading.
     with group.muted() if isinstance(group, RankGroup) else nullcontext():
-        kv = _discover_kv(model, layers, location)
+        kv = discover_kv(model, layers, location)
     return LoadedModel(model, layers, kv)
 
 
@@ -137,13 +136,30 @@ def _read_config(location: str, source: str, common: dict[str, Any]) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **common)
     except Exception as error:
-        raise LoadError(f"cannot read the config of {location!r}: {_first_line(error)}") from error
+        raise LoadError(f"cannot read the config of {location!r}: {first_line(error)}") from error
     if getattr(config, "quantization_config", None):
         raise LoadError(
             f"{location} is quantised ({config.quantization_config.get('quant_method', '?')}); "
             "quantised checkpoints are not supported: use the unquantised one"
         )
     return config
+
+
+def override(config: Any, changes: dict[str, Any]) -> None:
+    """Set `changes` in a transformers config. A dictionary changes what it names inside the
+    attribute, a nested config or dictionary, and leaves the rest of that."""
+    for key, value in changes.items():
+        current = getattr(config, key, None)
+        if isinstance(value, dict) and hasattr(current, "to_dict"):
+            override(current, value)
+        else:
+            setattr(config, key, _merged(current, value))
+
+
+def _merged(current: Any, value: Any) -> Any:
+    if not (isinstance(current, dict) and isinstance(value, dict)):
+        return value
+    return {**current, **{key: _merged(current.get(key), new) for key, new in value.items()}}
 
 
 def _source(location: str, path: Path) -> tuple[str, str | None]:
@@ -161,11 +177,6 @@ def _source(location: str, path: Path) -> tuple[str, str | None]:
     return location, None
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
 def decoder_of(model: nn.Module) -> nn.Module | None:
     """The module that holds the decoder layers, or None."""
     found: nn.Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
@@ -174,7 +185,12 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     return found
 
 
-def _decoder_layers(model: nn.Module, location: str) -> tuple[nn.Module, ...]:
+def decoder_layers(model: nn.Module, location: str) -> tuple[nn.Module, ...]:
+    """The model's layers in order.
+
+    Raises:
+        LoadError: it has none; `location` is for the message.
+    """
     layers = getattr(decoder_of(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise LoadError(
@@ -182,47 +198,3 @@ def _decoder_layers(model: nn.Module, location: str) -> tuple[nn.Module, ...]:
             "language models are served"
         )
     return tuple(layers)
-
-
-# Kinds of attention whose mask the position and a window say.
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-def _discover_kv(
-    model: nn.Module, layers: tuple[nn.Module, ...], location: str
-) -> tuple[KVGeometry, ...]:
-    """Run one token and see which layers call the attention interface, with which shapes.
-
-    A layer that keeps other state (a recurrence, a convolution) never calls it. Its state cannot
-    be rolled back by a length, so the model is refused.
-    """
-    device = next(model.parameters()).device
-    with attention.discovery() as found, torch.no_grad():
-        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
-        try:
-            model(input_ids=ids, position_ids=ids, use_cache=False, slots=ids[0])
-        except attention.UnsupportedAttention as error:
-            raise LoadError(f"{location}: {type(model).__name__} is not served: {error}") from error
-        except Exception as error:
-            raise LoadError(
-                f"{location}: {type(model).__name__} does not run with a custom attention: "
-                f"{_first_line(error)}"
-            ) from error
-    calling = {id(g.module) for g in found}
-    kinds = getattr(model.config, "layer_types", None) or ()
-    for index, layer in enumerate(layers):
-        if not any(id(module) in calling for module in layer.modules()):
-            kind = f" ({kinds[index]})" if index < len(kinds) else ""
-            raise LoadError(
-                f"{location}: layer {index}, {type(layer).__name__}{kind}, does not keep its state "
-                "in attention KV, and rejected drafts could not be rolled back; models with "
-                "recurrent or convolutional layers are not served"
-            )
-        if index < len(kinds) and kinds[index] not in _LAYER_TYPES:
-            raise LoadError(
-                f"{location}: layer {index} attends as {kinds[index]!r}; served are layers of "
-                f"{' and '.join(_LAYER_TYPES)}"
-            )
-    if len(calling) != len(found):
-        raise LoadError(f"{location}: a layer attends twice per token; its KV cannot be paged")
-    return tuple(found)

@@ -34,8 +34,11 @@ class RotaryTable(nn.Module):
         key = (x.dtype, x.device, *args, *sorted(kwargs.items()))
         table = self._tables.get(key)
         if table is None:
-            positions = torch.arange(self.max_positions, device=x.device)[None]
-            cos, sin = self.rotary(x[:, :1], positions, *args, **kwargs)
-            table = (cos[0].contiguous(), sin[0].contiguous())
+            # The table outlives this call: as an inference tensor it would be of no use to a
+            # forward outside of inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                positions = torch.arange(self.max_positions, device=x.device)[None]
+                cos, sin = self.rotary(x.new_zeros(x[:, :1].shape), positions, *args, **kwargs)
+                table = (cos[0].contiguous(), sin[0].contiguous())
             self._tables[key] = table
         return table[0][position_ids], table[1][position_ids]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from actors.errors import LoadError
-from actors.model import attention
+from actors.model.interface import ATTENTION_NAME
 from parallel.checkpoint import ShardReader
 from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import TPGroup
@@ -45,7 +45,7 @@ def load_shard(
     try:
         with empty_parameters(), no_init_weights():
             model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention.ATTENTION_NAME
+                config, dtype=dtype, attn_implementation=ATTENTION_NAME
             )
         plan = plan_shard(model, group.rank, group.size, experts=experts)
         for note in plan.notes:

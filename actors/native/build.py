@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("paged_attention.c")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def load_kernels(head_dim: int, block_size: int) -> AttentionKernels | None:
     lib = ctypes.CDLL(str(path))
     lib.write_kv.argtypes = [_P] * 5 + [_I] * 6
     lib.write_kv.restype = None
-    lib.paged_attention.argtypes = [_P] * 7 + [_I] * 6 + [_P, _F, _F, _I, ctypes.c_int]
-    lib.paged_attention.restype = ctypes.c_int
+    lib.paged_attention.argtypes = [_P] * 7 + [_I] * 6 + [_P, _F, _F, _I, _N, _N]
+    lib.paged_attention.restype = _N
     return AttentionKernels(head_dim, block_size, lib.write_kv, lib.paged_attention)
 
 

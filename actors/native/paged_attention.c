@@ -80,22 +80,21 @@ typedef struct {
   const int32_t *block_row;
   int64_t num_kv_heads;
   float scale, softcap;
-  int64_t window; /* 0: none */
 } Ctx;
 
-/* One partition for LANES queries that share a kv head. `pos[i]` is the query's position: it sees
- * keys in (pos - window, pos]. A padding lane repeats a real one. */
+/* One partition for LANES queries that share a kv head. `q[i]` sees keys first[i]..last[i]. A
+ * padding lane repeats a real one. */
 static __attribute__((noinline)) void partial(const Ctx *c, int64_t kvh, int64_t part,
                                               const float *const q[LANES],
-                                              const int64_t pos[LANES], State st[LANES]) {
+                                              const int64_t first[LANES],
+                                              const int64_t last[LANES], State st[LANES]) {
   int64_t hi = 0, lo = INT64_MAX;
   for (int i = 0; i < LANES; i++) {
     st[i].m = NEG;
     st[i].l = 0.0f;
     for (int d = 0; d < ND; d++) st[i].acc[d] = splat(0.0f);
-    if (pos[i] + 1 > hi) hi = pos[i] + 1;
-    int64_t first = c->window ? pos[i] - c->window + 1 : 0;
-    if (first < lo) lo = first;
+    if (last[i] + 1 > hi) hi = last[i] + 1;
+    if (first[i] < lo) lo = first[i];
   }
   int64_t begin = part * PART, end = begin + PART;
   if (end > hi) end = hi;
@@ -116,8 +115,7 @@ static __attribute__((noinline)) void partial(const Ctx *c, int64_t kvh, int64_t
       }
     }
     for (int i = 0; i < LANES; i++) {
-      int64_t last = pos[i], first = c->window ? last - c->window + 1 : 0;
-      if (p0 > last || p0 + BLOCK <= first) continue;
+      if (p0 > last[i] || p0 + BLOCK <= first[i]) continue;
       vf mx = splat(NEG);
       for (int j = 0; j < NB; j++) {
         s[i][j] *= splat(c->scale);
@@ -125,7 +123,7 @@ static __attribute__((noinline)) void partial(const Ctx *c, int64_t kvh, int64_t
           for (int w = 0; w < W; w++) s[i][j][w] = c->softcap * tanhf(s[i][j][w] / c->softcap);
         for (int w = 0; w < W; w++) {
           int64_t p = p0 + j * W + w;
-          if (p > last || p < first) s[i][j][w] = NEG;
+          if (p > last[i] || p < first[i]) s[i][j][w] = NEG;
         }
         mx = vmax(mx, s[i][j]);
       }
@@ -143,7 +141,7 @@ static __attribute__((noinline)) void partial(const Ctx *c, int64_t kvh, int64_t
       for (int d = 0; d < ND; d++) acc[d] = st[i].acc[d] * a;
       /* A block reaching past this query's position holds keys of later rows, or what an earlier
        * owner left: their weight is 0, but 0 * inf would not be. Stop at the last valid one. */
-      int64_t nv = last - p0 + 1 < BLOCK ? last - p0 + 1 : BLOCK;
+      int64_t nv = last[i] - p0 + 1 < BLOCK ? last[i] - p0 + 1 : BLOCK;
       for (int64_t t = 0; t < nv; t++) {
         vf w = splat(s[i][t / W][t % W]);
         const float *vt = v + t * HEAD_DIM;
@@ -196,14 +194,16 @@ void write_kv(const float *key, const float *value, float *k_cache, float *v_cac
 
 /* Attention of all query rows of a ragged batch.
  *   query_start [R + 1], seq_lens [R] (keys of the request, its new rows included),
- *   block_table [R, max_blocks]. Row j of request r sits at seq_len - q_len + j.
+ *   block_table [R, max_blocks]. Row j of request r sits at pos = seq_len - q_len + j and sees
+ *   keys up to itself, or (causal 0) all seq_len; of these the ones behind pos - window, where
+ *   window is not 0.
  *   sinks [num_heads], or NULL.
  * Returns 0, or -1 when scratch memory could not be had. */
 int paged_attention(const float *q, float *out, const float *k_cache, const float *v_cache,
                     const int32_t *block_table, const int32_t *query_start,
                     const int32_t *seq_lens, int64_t R, int64_t max_blocks, int64_t num_heads,
                     int64_t num_kv_heads, int64_t q_row, int64_t q_head, const float *sinks,
-                    float scale, float softcap, int64_t window, int threads) {
+                    float scale, float softcap, int64_t window, int causal, int threads) {
   int64_t G = num_heads / num_kv_heads;
   /* An item is LANES consecutive (row, head-in-group) pairs of one request and kv head. */
   int64_t num_items = 0, max_parts = 1, num_keys = 0;
@@ -247,21 +247,23 @@ int paged_attention(const float *q, float *out, const float *k_cache, const floa
     int64_t r = items[it][0], h = items[it][1], g0 = items[it][2];
     int64_t start = query_start[r], qlen = query_start[r + 1] - start, qn = qlen * G;
     int64_t parts = ((int64_t)seq_lens[r] + PART - 1) / PART;
-    Ctx c = {k_cache, v_cache, block_table + r * max_blocks, num_kv_heads, scale, softcap, window};
+    Ctx c = {k_cache, v_cache, block_table + r * max_blocks, num_kv_heads, scale, softcap};
     const float *qp[LANES];
-    int64_t pos[LANES];
+    int64_t first[LANES], last[LANES];
     for (int i = 0; i < LANES; i++) {
       int64_t g = g0 + i < qn ? g0 + i : qn - 1;
       qp[i] = q + (start + g / G) * q_row + (h * G + g % G) * q_head;
-      pos[i] = seq_lens[r] - qlen + g / G;
+      int64_t pos = seq_lens[r] - qlen + g / G;
+      last[i] = causal ? pos : seq_lens[r] - 1;
+      first[i] = window ? pos - window + 1 : 0;
     }
     if (split) {
       int64_t part = w % max_parts;
-      if (part < parts) partial(&c, h, part, qp, pos, scratch + w * LANES);
+      if (part < parts) partial(&c, h, part, qp, first, last, scratch + w * LANES);
     } else {
       State total[LANES], st[LANES];
       for (int64_t part = 0; part < parts; part++) {
-        partial(&c, h, part, qp, pos, st);
+        partial(&c, h, part, qp, first, last, st);
         for (int i = 0; i < LANES; i++) {
           if (part == 0) total[i] = st[i];
           else merge(&total[i], &st[i]);

@@ -7,8 +7,9 @@ import time
 import numpy as np
 import torch
 
-from actors.model.host import ModelHost
+from actors.model.host import ModelHost, load_model
 from actors.model.inputs import EntryRows
+from actors.model.taps import TapSpec
 from actors.steps.messages import (
     DraftTokens,
     Int32Array,
@@ -41,13 +42,18 @@ class TargetRunner:
     ) -> None:
         group = group or SingleRank()
         spread = config.parallel.enable_expert_parallel
-        self.host = ModelHost(
+        model = load_model(
             config,
             config.model,
-            config.model.vocab_size,
             device,
             group,
             experts=ExpertShare.of(group, replica, num_replicas) if spread else None,
+            taps=TapSpec.of(config),
+        )
+        self.host = ModelHost(
+            config,
+            model,
+            vocab_size=config.model.vocab_size,
             steady_rows=1 + config.num_speculative_tokens,
         )
 
@@ -72,14 +78,20 @@ class TargetRunner:
                 ids = np.concatenate([ids, arrived])
             num_rows[i] = entry.num_logits - missing if entry.num_logits else 0
             entries.append(EntryRows(entry.slot, entry.start, ids, int(num_rows[i])))
-        columns = self.host.sample(entries)
+        found = self.host.run(
+            entries,
+            step=plan.step,
+            masks=plan.masks if masks is None else masks,
+            q=None if proposal is None else proposal.q,
+        )
         return Verified(
             RowStats(
                 step=plan.step,
                 num_rows=num_rows,
-                columns=columns,
+                columns=found.columns,
                 forward_ms=(time.perf_counter() - started) * 1e3,
-            )
+            ),
+            found.taps,
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from actors.errors import LoadError
-from actors.model.host import ModelHost
+from actors.model.host import ModelHost, load_model
 from actors.model.inputs import EntryRows
 from actors.steps.messages import DraftEntry, DraftTokens, Stat, StepPlan, token_array
 from actors.steps.protocols import Proposal, Verified
@@ -23,7 +23,7 @@ from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
 
 
-class DraftModelDrafter(ModelHost):
+class DraftModelDrafter:
     """One draft rank without Ray; lives as a target runner does: load, allocate, warm up, then
     `propose` a step."""
 
@@ -33,23 +33,29 @@ class DraftModelDrafter(ModelHost):
         spec, parallel = config.speculative, config.draft_parallel
         if config.draft_model is None or spec is None or parallel is None:
             raise LoadError("speculative_config has no draft model")
-        super().__init__(
+        model = load_model(
             config,
             config.draft_model,
-            # Ids past the shared vocabulary mean nothing to the target.
-            spec.shared_vocab_size or config.model.vocab_size,
             device,
             group,
             # Over the draft's own ranks only: replicas differ in their numbers of draft passes.
             experts=ExpertShare.of(group) if group and parallel.enable_expert_parallel else None,
+        )
+        self.host = ModelHost(
+            config,
+            model,
+            # Ids past the shared vocabulary mean nothing to the target.
+            vocab_size=spec.shared_vocab_size or config.model.vocab_size,
             steady_rows=2,  # the last draft and the bonus token after full acceptance
         )
+        self.allocate, self.warm_up = self.host.allocate, self.host.warm_up
+        self.kv_layers = self.host.kv_layers
         # Positions past the draft's own context are not fed: there the target goes on alone.
         self._max_len = config.draft_max_model_len or config.max_model_len
 
     def propose(self, plan: StepPlan) -> Proposal:
         """Feed every draft entry, then draft for those that ask."""
-        self.take(plan)
+        self.host.take(plan)
         asking = [entry for entry in plan.draft if entry.num_drafts > 0]
         drafted: list[list[int]] = [[] for _ in asking]
         # Position of each entry's next token to feed, its known tokens being fed first.
@@ -93,9 +99,9 @@ class DraftModelDrafter(ModelHost):
         entries = [entry for entry in entries if len(entry.token_ids)]
         if not entries:
             return []
-        sampled = self.sample(entries)[Stat.SAMPLED]
-        if self.model.group.size > 1:
+        sampled = self.host.run(entries).columns[Stat.SAMPLED]
+        if self.host.model.group.size > 1:
             # What is fed next must be one thing everywhere, so it comes from one rank.
-            sent = torch.from_numpy(sampled).to(self.device)
-            sampled = self.model.group.broadcast(sent).cpu().numpy()
+            sent = torch.from_numpy(sampled).to(self.host.device)
+            sampled = self.host.model.group.broadcast(sent).cpu().numpy()
         return [int(token) for token in sampled]

@@ -10,6 +10,8 @@ import torch
 
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
+from actors.model.taps import TapSpec
+from actors.model.trunk import Output
 from actors.steps.messages import BlockDelta, SlotParams, token_array
 from specconfig import EngineArgs
 
@@ -47,7 +49,14 @@ def write_family(directory: Path, name: str, **overrides: Any) -> Path:
 class Runner:
     """A paged model with one request's block table, fed by position ranges."""
 
-    def __init__(self, path: Path, *, block_size: int = 16, compile_layers: str = "off") -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        block_size: int = 16,
+        compile_layers: str = "off",
+        taps: TapSpec | None = None,
+    ) -> None:
         args = EngineArgs(
             model=str(path), dtype="float32", max_model_len=400, block_size=block_size
         )
@@ -57,6 +66,7 @@ class Runner:
             device=CPU,
             max_positions=401,
             compile_layers=compile_layers,  # type: ignore[arg-type]
+            taps=taps,
         )
         self.lm.allocate(3 * (400 // block_size + 2), block_size)
         self.tables = SlotTables(3, 400, 0, block_size)
@@ -69,6 +79,10 @@ class Runner:
 
     def rows(self, *parts: tuple[int, int, list[int]]) -> torch.Tensor:
         """Logits of all rows of (slot, start, ids) parts, run in one forward."""
+        return self.forward(*parts).logits
+
+    @torch.inference_mode()
+    def forward(self, *parts: tuple[int, int, list[int]]) -> Output:
         entries = [EntryRows(s, p, token_array(ids), len(ids)) for s, p, ids in parts]
         return self.lm.forward(self.tables.flatten(entries, CPU))
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from actors.model.attention import PagedCache, native_kernels, paged_attention_torch
+from actors.model.attention_op import native_kernels
+from actors.model.attention_torch import GatherPlan, HostBatch, paged_attention_torch
+from actors.model.kv import AttentionBatch, PagedAttention, PagedCache, PagedKV, attend
 from actors.native import build
+
+CPU = torch.device("cpu")
 
 HEAD_DIM, BLOCK = 32, 16
 
@@ -46,7 +55,7 @@ class Scene:
             self.cache.keys, self.cache.values,
             torch.tensor([0, end - begin], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
-            self.table, self.slots[rows], HEAD_DIM**-0.5, softcap, window, True, sinks,
+            self.table, self.slots[rows], HEAD_DIM**-0.5, softcap, window, True, True, sinks,
         )  # fmt: skip
         return out[0]
 
@@ -77,20 +86,144 @@ def test_rows_with_sinks_do_not_depend_on_the_call() -> None:
     assert torch.equal(nothing, scene.attend(0, 700))
 
 
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-3.0, 60.0, 6)], ids=["", "sinks"])
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-@pytest.mark.parametrize("window", [0, 40])
-def test_against_torch_path(window: int, softcap: float, sinks: torch.Tensor | None) -> None:
-    scene = Scene(300, 6, 2)
-    ours = scene.attend(0, 300, window, softcap, sinks)
-    clean = PagedCache(20, 2, HEAD_DIM, BLOCK, torch.float32, torch.device("cpu"))
-    reference = paged_attention_torch(
-        scene.q, scene.k, scene.v, clean.keys, clean.values,
-        torch.tensor([0, 300], dtype=torch.int32), torch.tensor([300], dtype=torch.int32),
-        scene.table, scene.slots, HEAD_DIM**-0.5, softcap, window, sinks,
-    )[0]  # fmt: skip
-    torch.testing.assert_close(ours, reference, atol=2e-6, rtol=1e-5)
-    assert torch.equal(scene.cache.keys[scene.table[0, 0]], clean.keys[scene.table[0, 0]])
+def dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    window: int,
+    softcap: float,
+    causal: bool,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[n, heads, head_dim] in float64 for the last n of the sequence's positions."""
+    n, length = query.shape[1], keys.shape[1]
+    group = query.shape[0] // keys.shape[0]
+    keys, values = (x.double().repeat_interleave(group, 0) for x in (keys, values))
+    scores = query.double() @ keys.transpose(1, 2) * query.shape[2] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position, column = torch.arange(length - n, length)[:, None], torch.arange(length)[None]
+    seen = (column <= position) if causal else torch.ones(n, length, dtype=torch.bool)
+    if window:
+        seen = seen & (column > position - window)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        sink = sinks.double()[:, None, None].expand(-1, n, 1)
+        scores = torch.cat([scores, sink], -1)
+    return (scores.softmax(-1)[..., :length] @ values).transpose(0, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 24)), min_size=1, max_size=4),
+    heads=st.sampled_from([(6, 2), (4, 4), (8, 1)]),
+    window=st.sampled_from([0, 1, 40, 290]),
+    softcap=st.sampled_from([0.0, 3.0]),
+    causal=st.booleans(),
+    has_sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_kernel_and_torch_path_against_dense_attention(
+    requests: list[tuple[int, int]],
+    heads: tuple[int, int],
+    window: int,
+    softcap: float,
+    causal: bool,
+    has_sinks: bool,
+    seed: int,
+) -> None:
+    """Context goes in through `write_kv`, the new rows through the op; alone or in company a row's
+    bits are the same."""
+    made = torch.Generator().manual_seed(seed)
+    num_heads, kv_heads = heads
+    lens = [context + rows for context, rows in requests]
+    rows = [r for _, r in requests]
+    width = -(-max(lens) // BLOCK)
+    order = torch.randperm(len(lens) * width, generator=made) + 1
+    table = order.reshape(len(lens), width).int().contiguous()
+    sinks = torch.randn(num_heads, generator=made) if has_sinks else None
+    layer = PagedAttention(kv_heads, HEAD_DIM, window=window, causal=causal)
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, HEAD_DIM, generator=made)
+
+    keys, values = ([new(kv_heads, n) for n in lens] for _ in "kv")
+    queries = [new(num_heads, n) for n in rows]
+
+    def where(r: int, begin: int, end: int) -> np.ndarray:
+        at = np.arange(begin, end)
+        return table[r].numpy()[at // BLOCK].astype(np.int64) * BLOCK + at % BLOCK
+
+    def batch(wanted: list[int]) -> tuple[AttentionBatch, list[torch.Tensor]]:
+        """The new rows of some of the requests, and a padding row."""
+        slots = [where(r, lens[r] - rows[r], lens[r]) for r in wanted]
+        host = HostBatch(
+            np.cumsum([0, *(rows[r] for r in wanted)], dtype=np.int32),
+            np.array([lens[r] for r in wanted], dtype=np.int32),
+            table[wanted].numpy(),
+            np.concatenate([*slots, [-1]]),
+        )
+        parts = (
+            queries,
+            *([x[:, -n:] for x, n in zip(kv, rows, strict=True)] for kv in (keys, values)),
+        )
+        flat = [
+            torch.cat([*(part[r] for r in wanted), torch.zeros(part[0].shape[0], 1, HEAD_DIM)], 1)
+            for part in parts
+        ]
+        return AttentionBatch.from_host(host, CPU), [x[None] for x in flat]
+
+    def run(wanted: list[int], *, with_torch: bool) -> list[torch.Tensor]:
+        kv = PagedKV([layer.geometry], torch.float32, CPU)
+        kv.allocate(1 + order.numel(), BLOCK)
+        cache = kv.caches[0]
+        if not with_torch:  # what an earlier owner left must not matter, not even infinities
+            cache.keys.fill_(float("inf"))
+            cache.values.fill_(float("nan"))
+        assert kv.is_exact
+        for r, (context, _) in enumerate(requests):
+            context_batch = AttentionBatch.from_host(
+                HostBatch(*batch([r])[0].host[:3], where(r, 0, context)), CPU
+            )
+            layer.write(keys[r][None, :, :context], values[r][None, :, :context], context_batch)
+        sent, (q, k, v) = batch(wanted)
+        if with_torch:
+            plan = GatherPlan(sent.host, BLOCK, CPU)
+            args = (q, k, v, cache.keys, cache.values, plan, HEAD_DIM**-0.5)
+            out = paged_attention_torch(*args, softcap, window, causal, sinks)
+        else:
+            out = attend(cache, q, k, v, sent, softcap=softcap, causal=causal, sinks=sinks)
+        ends = np.cumsum([rows[r] for r in wanted])
+        return [out[0, e - rows[r] : e] for r, e in zip(wanted, ends, strict=True)]
+
+    everyone = list(range(len(lens)))
+    ours, reference = run(everyone, with_torch=False), run(everyone, with_torch=True)
+    law = {"window": window, "softcap": softcap, "causal": causal, "sinks": sinks}
+    for r in everyone:
+        expected = dense(queries[r], keys[r], values[r], **law)
+        torch.testing.assert_close(ours[r].double(), expected, atol=5e-6, rtol=1e-4)
+        torch.testing.assert_close(reference[r].double(), expected, atol=5e-6, rtol=1e-4)
+        assert torch.equal(run([r], with_torch=False)[0], ours[r])
+
+
+def test_a_layer_may_read_another_ones_cache() -> None:
+    """No keys of its own: nothing is written, and the other's are seen."""
+    scene = Scene(50, 4, 2)
+    expected = scene.attend(0, 50)
+    before = scene.cache.keys.clone()
+    layer = PagedAttention(2, HEAD_DIM)
+    layer.paged_cache = scene.cache
+    host = HostBatch(
+        np.array([0, 5], dtype=np.int32), np.array([50], dtype=np.int32), scene.table.numpy(),
+        scene.slots[45:].numpy(),
+    )  # fmt: skip
+    plain = AttentionBatch.from_host(host, CPU)
+    out = layer(scene.q[:, :, 45:], None, None, plain)
+    assert torch.equal(out[0], expected[45:])
+    assert torch.equal(scene.cache.keys, before)
+    gathered = replace(plain, gather=GatherPlan(host, BLOCK, CPU))
+    assert torch.equal(layer(scene.q[:, :, 45:], None, None, gathered), out), "the kernel is there"
 
 
 def test_padding_rows_write_nothing() -> None:

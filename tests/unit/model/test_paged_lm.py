@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.errors import LoadError
-from actors.model import paged_lm
+from actors.model import compiled as compiling
 from actors.model.inputs import SlotTables
 from tests.unit.model.conftest import Runner
 
@@ -110,7 +110,7 @@ def test_layers_that_cannot_be_compiled_run_eagerly(
     path, ids = family_dir("gemma4_text", **FAMILIES["gemma4_text"]), prompt(40)
     with pytest.raises(LoadError, match="compile_layers: on cannot be had for Gemma4Text"):
         Runner(path, compile_layers="on").rows((0, 0, ids))
-    monkeypatch.setattr(paged_lm, "_COMPILE_MIN_PARAMETERS", 0)
+    monkeypatch.setattr(compiling, "_MIN_PARAMETERS", 0)
     runner = Runner(path, compile_layers="auto")
     assert torch.equal(runner.rows((0, 0, ids)), Runner(path).rows((0, 0, ids)))
     assert not runner.lm.compiled and "layers run eagerly: Gemma4Text" in caplog.text
@@ -123,7 +123,7 @@ def test_no_logits_rows_still_writes_kv(family_dir: Callable[..., Path]) -> None
     path, ids = family_dir("llama"), prompt(20)
     runner = Runner(path)
     batch = runner.tables.flatten([EntryRows(0, 0, token_array(ids[:19]), 0)], torch.device("cpu"))
-    assert runner.lm.forward(batch).shape == (0, 96)
+    assert runner.lm.forward(batch).logits.shape == (0, 96)
     assert torch.equal(runner.rows((0, 19, ids[19:])), Runner(path).rows((0, 0, ids))[19:])
 
 
@@ -140,8 +140,12 @@ def test_bfloat16_runs_on_the_torch_path(family_dir: Callable[..., Path]) -> Non
     assert not lm.is_batch_invariant
     tables = SlotTables(1, 100, 0, 16)
     tables.apply([SlotParams(0, 1, 0)], [BlockDelta(0, 0, token_array(range(1, 8)))])
-    first = lm.forward(tables.flatten([EntryRows(0, 0, token_array(ids[:35]), 35)], lm.device))
-    rest = lm.forward(tables.flatten([EntryRows(0, 35, token_array(ids[35:]), 5)], lm.device))
+    first = lm.forward(
+        tables.flatten([EntryRows(0, 0, token_array(ids[:35]), 35)], lm.device)
+    ).logits
+    rest = lm.forward(
+        tables.flatten([EntryRows(0, 35, token_array(ids[35:]), 5)], lm.device)
+    ).logits
     exact = Runner(path).rows((0, 0, ids))
     torch.testing.assert_close(torch.cat([first, rest]), exact, atol=0.15, rtol=0.1)
 
@@ -152,7 +156,7 @@ def test_warm_up_notices_rows_that_depend_on_their_company(
     for is_broken in (False, True):
         runner = Runner(family_dir("llama"))
         if is_broken:
-            head = runner.lm._model.lm_head
+            head = runner.lm.model.lm_head
             plain = head.forward
             head.forward = lambda x, plain=plain: plain(x) + 1e-6 * x.shape[1]
         runner.lm.warm_up(SlotTables(2, 400, 0, 16), 3)
@@ -160,8 +164,8 @@ def test_warm_up_notices_rows_that_depend_on_their_company(
 
 
 def test_what_is_cached_is_counted_by_shape(family_dir: Callable[..., Path]) -> None:
-    assert Runner(family_dir("llama")).lm.kv_shapes == ((3, 2, 16),)
+    assert Runner(family_dir("llama")).lm.kv.shapes == ((3, 2, 16),)
     lm = Runner(family_dir("gemma4_text", **FAMILIES["gemma4_text"])).lm
-    stored = sum(cache.num_bytes for cache in lm.caches) // lm.caches[0].keys.shape[0]
-    assert len(lm.kv_shapes) == 2
-    assert 2 * sum(n * h * d for n, h, d in lm.kv_shapes) * 4 * 16 == stored
+    stored = sum(cache.num_bytes for cache in lm.kv.caches) // lm.kv.caches[0].keys.shape[0]
+    assert len(lm.kv.shapes) == 2
+    assert 2 * sum(n * h * d for n, h, d in lm.kv.shapes) * 4 * 16 == stored

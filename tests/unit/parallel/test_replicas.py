@@ -69,7 +69,7 @@ def share_of_logits(
     out, start = [], 0
     for count in CHUNKS[replica % 2]:
         entry = EntryRows(0, start, token_array(ids[start : start + count]), count)
-        out.append(lm.forward(tables.flatten([entry], CPU)))
+        out.append(lm.forward(tables.flatten([entry], CPU)).logits)
         start += count
     found = {"logits": torch.cat(out), "parameters": lm.num_parameters}
     found["calls"] = dict(peers.num_calls)

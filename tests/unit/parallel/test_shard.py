@@ -73,7 +73,7 @@ def rank_logits(group: TPGroup, path: str, ids: list[int], expert_parallel: bool
         out, start = [], 0
         for size in cuts:
             entry = EntryRows(0, start, token_array(ids[start : start + size]), size)
-            out.append(lm.forward(tables.flatten([entry], lm.device)))
+            out.append(lm.forward(tables.flatten([entry], lm.device)).logits)
             start += size
         return torch.cat(out)
 
@@ -83,7 +83,7 @@ def rank_logits(group: TPGroup, path: str, ids: list[int], expert_parallel: bool
     return {
         "whole": whole,
         "stepped": stepped,
-        "kv_heads": lm.caches[0].keys.shape[1],
+        "kv_heads": lm.kv.caches[0].keys.shape[1],
         "parameters": lm.num_parameters,
         "calls": dict(group.num_calls),
     }
