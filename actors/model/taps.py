@@ -28,7 +28,9 @@ class TapSpec:
     @classmethod
     def of(cls, config: EngineConfig) -> TapSpec:
         """What the configured drafter reads of the target."""
-        return cls(config.uses_target_hidden_states, config.aux_hidden_state_layer_ids or ())
+        spec = config.speculative
+        reads_last = spec is not None and spec.speculator.uses_target_hidden_states
+        return cls(reads_last, config.aux_hidden_state_layer_ids or ())
 
     def __bool__(self) -> bool:
         return self.last or bool(self.aux)
