@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from actors.model import discovery, interface, loader, trunk
+from actors.model import interface, loader, trunk
 from actors.model.attention_torch import GatherPlan, HostBatch, paged_attention_torch
 from actors.model.inputs import EntryRows, FlatBatch, SlotTables
 from actors.model.kv import PagedCache
@@ -89,8 +89,7 @@ def _make(
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
     model.eval().requires_grad_(False)
-    layers = loader.decoder_layers(model, location)
-    return loader.LoadedModel(model, layers, discovery.discover_kv(model, layers, location))
+    return loader.look_into(model, location)
 
 
 def resolve(name: str, device: str, dtype: str, spec: Report | None, **kw: Any) -> EngineConfig:

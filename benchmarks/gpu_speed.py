@@ -111,7 +111,7 @@ def _tokens_per_second(ctx: Context, name: str, dtype: str) -> Report:
     target.host.warm_up()
     found: Report = {"kv_blocks": num_blocks}
     if not ctx.is_cpu:
-        weights = sum(p.numel() * p.element_size() for p in target.host.model._model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in target.host.model.model.parameters())
         used = torch.cuda.memory_allocated()
         found["memory"] = {
             "allocated": used, "weights": weights, "kv_limit": kv_bytes,

@@ -31,11 +31,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for paged KV. `kv` lists each attention layer with what it must cache."""
+    """A model ready for paged KV.
+
+    `kv` lists each attention layer with what it must cache. `decoder` holds the layers and ends
+    with the final norm; calling it gives a `states_type` with the field `last_hidden_state`.
+    """
 
     model: nn.Module
     layers: tuple[nn.Module, ...]
     kv: tuple[KVGeometry, ...]
+    decoder: nn.Module
+    states_type: type
 
 
 def torch_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> torch.dtype:
@@ -123,11 +129,27 @@ def load_causal_lm(
         except Exception as error:
             raise LoadError(f"cannot load {location!r}: {first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
-    layers = decoder_layers(model, location)
     # Shapes only: other ranks may still be loading.
     with group.muted() if isinstance(group, RankGroup) else nullcontext():
+        return look_into(model, location)
+
+
+def look_into(model: nn.Module, location: str) -> LoadedModel:
+    """`model`, its layers and what they cache, found by running one token.
+
+    Raises:
+        LoadError: it has layers that cannot be served.
+    """
+    layers = decoder_layers(model, location)
+    outputs: list[type] = []
+    decoder = decoder_of(model)
+    assert decoder is not None
+    noting = decoder.register_forward_hook(lambda *call: outputs.append(type(call[-1])))
+    try:
         kv = discover_kv(model, layers, location)
-    return LoadedModel(model, layers, kv)
+    finally:
+        noting.remove()
+    return LoadedModel(model, layers, kv, decoder, outputs[0])
 
 
 def _read_config(location: str, source: str, common: dict[str, Any]) -> Any:

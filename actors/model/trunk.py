@@ -8,14 +8,13 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from actors.model.compiled import chooses_compiled
 from actors.model.experts import pack_experts
 from actors.model.inputs import FlatBatch
 from actors.model.interface import batch_arguments
 from actors.model.linear import fuse_projections, pack_linears
-from actors.model.loader import decoder_of, load_causal_lm, torch_dtype
+from actors.model.loader import load_causal_lm, torch_dtype
 from actors.model.rotary import RotaryTable
 from actors.model.taps import TapHooks, Taps, TapSpec
 from parallel.experts import ExpertExchange, ExpertShare
@@ -89,10 +88,8 @@ class Trunk:
             device,
             talks=self.group.size > 1 or self._exchange is not None,
         )
-        decoder = decoder_of(self.model)
-        assert decoder is not None
-        self._decoder = decoder
-        self._taps = TapHooks(taps or TapSpec(), decoder, self.layers)
+        self._decoder, self._states_type = loaded.decoder, loaded.states_type
+        self._taps = TapHooks(taps or TapSpec(), self._decoder, self.layers)
         self._install_rotary()
         if self.compiles:
             fuse_projections(self.layers)
@@ -139,7 +136,7 @@ class Trunk:
         Everything that the model does after its decoder: scales and soft caps included.
         """
         # The model's own code runs, with the states in place of what its decoder would give.
-        given = MoeModelOutputWithPast(last_hidden_state=states[None])
+        given = self._states_type(last_hidden_state=states[None])
         self._decoder.forward = lambda *_, **__: given
         try:
             out = self.model(inputs_embeds=states[None], use_cache=False)

@@ -78,20 +78,20 @@ class TargetRunner:
                 ids = np.concatenate([ids, arrived])
             num_rows[i] = entry.num_logits - missing if entry.num_logits else 0
             entries.append(EntryRows(entry.slot, entry.start, ids, int(num_rows[i])))
-        forward = self.host.run(
+        found = self.host.run(
             entries,
             step=plan.step,
-            masks=masks if masks is not None else plan.masks,
-            q=proposal.q if proposal is not None else None,
+            masks=plan.masks if masks is None else masks,
+            q=None if proposal is None else proposal.q,
         )
         return Verified(
             RowStats(
                 step=plan.step,
                 num_rows=num_rows,
-                columns=forward.columns,
+                columns=found.columns,
                 forward_ms=(time.perf_counter() - started) * 1e3,
             ),
-            forward.taps,
+            found.taps,
         )
 
 

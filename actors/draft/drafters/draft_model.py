@@ -33,7 +33,7 @@ class DraftModelDrafter:
         spec, parallel = config.speculative, config.draft_parallel
         if config.draft_model is None or spec is None or parallel is None:
             raise LoadError("speculative_config has no draft model")
-        self.model = load_model(
+        model = load_model(
             config,
             config.draft_model,
             device,
@@ -43,7 +43,7 @@ class DraftModelDrafter:
         )
         self.host = ModelHost(
             config,
-            self.model,
+            model,
             # Ids past the shared vocabulary mean nothing to the target.
             vocab_size=spec.shared_vocab_size or config.model.vocab_size,
             steady_rows=2,  # the last draft and the bonus token after full acceptance
@@ -100,8 +100,8 @@ class DraftModelDrafter:
         if not entries:
             return []
         sampled = self.host.run(entries).columns[Stat.SAMPLED]
-        if self.model.group.size > 1:
+        if self.host.model.group.size > 1:
             # What is fed next must be one thing everywhere, so it comes from one rank.
             sent = torch.from_numpy(sampled).to(self.host.device)
-            sampled = self.model.group.broadcast(sent).cpu().numpy()
+            sampled = self.host.model.group.broadcast(sent).cpu().numpy()
         return [int(token) for token in sampled]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from actors.errors import LoadError
 from actors.model import compiled as compiling
 from actors.model.inputs import SlotTables
+from actors.model.loader import decoder_of
+from actors.model.taps import TapSpec
 from tests.unit.model.conftest import Runner
 
 FAMILIES = {
@@ -45,16 +48,36 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 96, length).tolist()
 
 
+def final_norm(plain: Any) -> torch.nn.Module:
+    decoder = decoder_of(plain)
+    return decoder.norm if hasattr(decoder, "norm") else decoder.final_layer_norm
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_against_transformers_and_bitwise(family_dir: Callable[..., Path], name: str) -> None:
     path = family_dir(name, **FAMILIES[name])
     ids, other = prompt(90), prompt(50, seed=5)
-    runner = Runner(path)
-    whole = runner.rows((0, 0, ids))
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    # Every stream: those that enter a layer, and the one that enters the final norm.
+    num_layers = plain.config.num_hidden_layers
+    taps = TapSpec(last=True, aux=tuple(range(num_layers + 1)))
+    runner = Runner(path, taps=taps)
+    whole, states = runner.forward((0, 0, ids))
     with torch.inference_mode():
-        expected = plain(torch.tensor([ids])).logits[0]
+        reference = plain(torch.tensor([ids]), output_hidden_states=True)
+        expected = reference.logits[0]
+        head, embedded = runner.lm.head(states.last), runner.lm.embed(torch.tensor(ids))
     torch.testing.assert_close(whole, expected, atol=2e-4, rtol=1e-4)
+    for i in range(num_layers):
+        torch.testing.assert_close(
+            states.aux[i], reference.hidden_states[i][0], atol=2e-4, rtol=1e-4
+        )
+    torch.testing.assert_close(states.last, reference.hidden_states[-1][0], atol=2e-4, rtol=1e-4)
+    with torch.inference_mode():
+        normed = final_norm(plain)(states.aux[num_layers])
+        assert torch.equal(embedded, plain.get_input_embeddings()(torch.tensor(ids)))
+    torch.testing.assert_close(normed, states.last, atol=1e-5, rtol=1e-5)
+    assert torch.equal(head, whole)
     assert runner.lm.is_batch_invariant == (name != "gpt_oss")
 
     def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -63,10 +86,13 @@ def test_against_transformers_and_bitwise(family_dir: Callable[..., Path], name:
         return torch.equal(ours, theirs)
 
     for cuts in ([1] * 6, [5, 3], [17, 1, 40], [89]):
-        fresh, start = Runner(path), 0
+        fresh, start = Runner(path, taps=taps), 0
         for size in cuts:
-            got = fresh.rows((0, start, ids[start : start + size]))
-            assert same(got, whole[start : start + size]), (name, cuts, start)
+            got, at = fresh.forward((0, start, ids[start : start + size]))
+            rows = slice(start, start + size)
+            assert same(got, whole[rows]), (name, cuts, start)
+            assert same(at.last, states.last[rows])
+            assert all(same(at.aux[i], states.aux[i][rows]) for i in taps.aux)
             start += size
 
     # The last rows again, as verify rows beside a prompt chunk and another request's decode row.
