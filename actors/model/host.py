@@ -8,7 +8,7 @@ from actors.kvcache.sizing import KVLayers
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
 from actors.sampling.rows import Columns
-from actors.sampling.shard import VerifierShard
+from actors.sampling.sampler import Sampler
 from actors.steps.messages import StepPlan
 from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
@@ -46,7 +46,7 @@ class ModelHost:
             group=group,
             experts=experts,
         )
-        self._shard = VerifierShard(self.model.group, self.model.vocab, vocab_size)
+        self._sampler = Sampler(self.model.group, self.model.vocab, vocab_size)
         self._tables = self._new_tables()
 
     def _new_tables(self) -> SlotTables:
@@ -76,4 +76,4 @@ class ModelHost:
     def sample(self, entries: list[EntryRows]) -> Columns:
         """One forward over `entries` (at least one row), a sample per logits row."""
         batch = self._tables.flatten(entries, self.device)
-        return self._shard.sample(self.model.forward(batch), batch.rows)
+        return self._sampler.sample(self.model.forward(batch), batch.rows)
