@@ -12,7 +12,7 @@ from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
 from actors.model.taps import Taps, TapSpec
 from actors.sampling.rows import Columns
-from actors.sampling.shard import VerifierShard
+from actors.sampling.sampler import Sampler
 from actors.steps.messages import RowMasks, Stat, StepPlan
 from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
@@ -77,8 +77,7 @@ class ModelHost:
         self.device = model.device
         self.tables = self._new_tables()
         self._steady_rows = steady_rows
-        self._needs = needs
-        self._sampler = VerifierShard(model.group, model.vocab, vocab_size)
+        self._sampler = Sampler(model.group, model.vocab, vocab_size, needs)
 
     def _new_tables(self) -> SlotTables:
         return SlotTables(
@@ -123,5 +122,5 @@ class ModelHost:
         """
         batch = self.tables.flatten(entries, self.device, step)
         out = self.model.forward(batch)
-        assert masks is None and q is None and not self._needs
-        return Forward(self._sampler.sample(out.logits, batch.rows), out.taps)
+        found = self._sampler.sample(out.logits, batch.rows, masks=masks, q=q)
+        return Forward(found, out.taps)

@@ -56,23 +56,31 @@ def load_kernels(head_dim: int, block_size: int) -> AttentionKernels | None:
     if not supports(head_dim, block_size):
         logger.info("no native attention for head_dim=%d block_size=%d", head_dim, block_size)
         return None
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        logger.warning(
-            "no C compiler found: attention runs on torch, slower and not bit-exact "
-            "across batch shapes; install gcc or clang"
-        )
+    lib = load_library(_SOURCE, (f"-DHEAD_DIM={head_dim}", f"-DBLOCK={block_size}"), "attention")
+    if lib is None:
         return None
-    path = _build(compiler, head_dim, block_size)
-    if path is None:
-        return None
-    torch.get_num_threads()  # torch's OpenMP runtime must be loaded first: ours resolves to it
-    lib = ctypes.CDLL(str(path))
     lib.write_kv.argtypes = [_P] * 5 + [_I] * 6
     lib.write_kv.restype = None
     lib.paged_attention.argtypes = [_P] * 7 + [_I] * 6 + [_P, _F, _F, _I, _N, _N]
     lib.paged_attention.restype = _N
     return AttentionKernels(head_dim, block_size, lib.write_kv, lib.paged_attention)
+
+
+def load_library(source: Path, flags: tuple[str, ...], purpose: str) -> ctypes.CDLL | None:
+    """`source` compiled (or from the cache) and loaded; None, with a warning, where that fails."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        logger.warning(
+            "no C compiler found: %s runs on torch, slower%s; install gcc or clang",
+            purpose,
+            " and not bit-exact across batch shapes" if source == _SOURCE else "",
+        )
+        return None
+    path = _build(compiler, source, flags, purpose)
+    if path is None:
+        return None
+    torch.get_num_threads()  # torch's OpenMP runtime must be loaded first: ours resolves to it
+    return ctypes.CDLL(str(path))
 
 
 def _cpu_identity() -> str:
@@ -86,23 +94,22 @@ def _cpu_identity() -> str:
     return platform.machine() + platform.processor()
 
 
-def _build(compiler: str, head_dim: int, block_size: int) -> Path | None:
-    defines = (f"-DHEAD_DIM={head_dim}", f"-DBLOCK={block_size}")
+def _build(compiler: str, source: Path, flags: tuple[str, ...], purpose: str) -> Path | None:
     key = hashlib.sha256(
         b"\0".join(
-            [_SOURCE.read_bytes(), compiler.encode(), _cpu_identity().encode()]
-            + [f.encode() for f in _FLAGS + defines]
+            [source.read_bytes(), compiler.encode(), _cpu_identity().encode()]
+            + [f.encode() for f in _FLAGS + flags]
         )
     ).hexdigest()[:20]
     folder = cache_dir() / "native"
-    path = folder / f"paged_attention-{key}.so"
+    path = folder / f"{source.stem}-{key}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     # Built beside the final name and renamed: several processes may start at once.
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as tmp:
         scratch = Path(tmp.name)
-    command = [compiler, *_FLAGS, *defines, "-o", str(scratch), str(_SOURCE), "-lm"]
+    command = [compiler, *_FLAGS, *flags, "-o", str(scratch), str(source), "-lm"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         scratch.replace(path)
@@ -110,7 +117,7 @@ def _build(compiler: str, head_dim: int, block_size: int) -> Path | None:
         scratch.unlink(missing_ok=True)
         detail = getattr(error, "stderr", "") or str(error)
         logger.warning(
-            "building the native attention failed, using torch: %s", detail.strip()[:400]
+            "building the native %s failed, using torch: %s", purpose, detail.strip()[:400]
         )
         return None
     return path

@@ -10,11 +10,13 @@ import torch
 from actors.model.host import ModelHost, load_model
 from actors.model.inputs import EntryRows
 from actors.model.taps import TapSpec
+from actors.startup.preflight import build_acceptance
 from actors.steps.messages import (
     DraftTokens,
     Int32Array,
     RowMasks,
     RowStats,
+    Stat,
     StepPlan,
     token_array,
 )
@@ -55,6 +57,8 @@ class TargetRunner:
             model,
             vocab_size=config.model.vocab_size,
             steady_rows=1 + config.num_speculative_tokens,
+            # The verifier draws uniforms itself.
+            needs=build_acceptance(config).needs - {Stat.UNIFORM},
         )
 
     def run(

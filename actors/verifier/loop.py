@@ -16,7 +16,7 @@ from actors.acceptance.base import AcceptanceMethod, Columns, VerifyRows
 from actors.acceptance.exact import ExactMatch
 from actors.errors import EngineDead
 from actors.requests import FinishReason, RunOutput, SpeculationStats, TokenLogprob
-from actors.sampling.uniforms import ACCEPT_STREAM, uniforms
+from actors.sampling.uniforms import Stream, uniforms
 from actors.stats import EngineStats
 from actors.steps.messages import INVALID_SAMPLE, Int32Array, RowStats, Stat, token_array
 from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
@@ -239,14 +239,14 @@ class StepLoop:
         """The step's row statistics, with a uniform per row where the method draws."""
         if Stat.UNIFORM not in self._accept.needs:
             return result.columns
-        parts = [step.scheduled[i] for i in verifying]
-        num_rows = counts + 1
-        # Row i of a request stands for the token at position num_known + i.
-        first = np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
-        begins = np.repeat([part.num_known for part in parts], num_rows)
-        positions = begins + np.arange(len(first)) - first
-        seeds = np.repeat([part.request.seed for part in parts], num_rows)
-        drawn = uniforms(seeds, positions, ACCEPT_STREAM, step.plan.step)
+        seeds: list[int] = []
+        positions: list[int] = []
+        for i, num_drafts in zip(verifying, counts.tolist(), strict=True):
+            part = step.scheduled[i]
+            seeds += [part.request.seed] * (num_drafts + 1)
+            # Row i of a request stands for the token at position num_known + i.
+            positions += range(part.num_known, part.num_known + num_drafts + 1)
+        drawn = uniforms(seeds, positions, Stream.ACCEPT, [step.plan.step] * len(seeds))
         return {**result.columns, Stat.UNIFORM: drawn}
 
     def _collect_drafts(

@@ -14,7 +14,7 @@ from actors.acceptance.base import Verdict
 from actors.draft.drafters.ngram import NgramDrafter
 from actors.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull, RequestLost
 from actors.requests import FinishReason, RunOutput
-from actors.sampling.uniforms import ACCEPT_STREAM, uniforms
+from actors.sampling.uniforms import Stream, uniforms
 from actors.steps.client import InProcessStepClient
 from actors.steps.messages import INVALID_SAMPLE, RowMasks, Stat, token_array
 from actors.verifier.engine import VerifierEngine
@@ -971,14 +971,14 @@ def test_requests_of_different_salts_share_no_cached_prefix(engines):
 class UniformRule:
     """Accepts nothing; remembers what it was given."""
 
-    needs = frozenset({Stat.UNIFORM, Stat.LOGPROB})
+    needs = frozenset({Stat.UNIFORM})
 
     def __init__(self):
         self.seen = []
 
     def __call__(self, rows):
         self.seen.append(rows.columns[Stat.UNIFORM].tolist())
-        assert len(rows.columns[Stat.LOGPROB]) == len(rows.sampled) == len(self.seen[-1])
+        assert len(rows.sampled) == len(self.seen[-1])
         first = np.cumsum(rows.num_drafts + 1) - rows.num_drafts - 1
         return Verdict(np.zeros(len(first), dtype=np.int32), rows.sampled[first])
 
@@ -993,7 +993,7 @@ def test_an_acceptance_method_gets_its_columns_and_one_uniform_a_row():
     # Steps of 1, 3, 3 and, near the end, 1 row; each row by its own position and step.
     sizes = [(1, 5), (3, 6), (2, 7), (1, 8)]
     assert rule.seen == [
-        uniforms([5] * n, range(p, p + n), ACCEPT_STREAM, step).tolist()
+        uniforms([5] * n, range(p, p + n), Stream.ACCEPT, [step] * n).tolist()
         for step, (n, p) in enumerate(sizes, 1)
     ]
 
