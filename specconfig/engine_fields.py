@@ -59,7 +59,12 @@ class EngineFields(BaseModel):
         default=None, ge=1, description="Longest sequence in tokens; None = the checkpoint's."
     )
     tensor_parallel_size: int = Field(default=1, ge=1, description="Ranks that share each layer.")
-    data_parallel_size: int = Field(default=1, ge=1, description="Engine replicas in lockstep.")
+    data_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Replicas that start and restart as one gang; they step together only where "
+        "they share experts (enable_expert_parallel).",
+    )
     pipeline_parallel_size: int = Field(default=1, ge=1, description="Must be 1.")
     enable_expert_parallel: bool = Field(
         default=False, description="Spread experts over the ranks instead of splitting each."
@@ -70,7 +75,7 @@ class EngineFields(BaseModel):
     )
     block_size: int = Field(default=16, ge=1, description="Tokens per KV block.")
     gpu_memory_utilization: float = Field(
-        default=0.9, gt=0, le=1, description="Share of device memory the engine may use."
+        default=0.9, gt=0, le=1, description="KV's share of the memory free once models are loaded."
     )
     kv_cache_memory_bytes: int | None = Field(
         default=None, ge=1, description="KV bytes per rank, or '512MiB'; None = engine sizes it."

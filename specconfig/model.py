@@ -57,7 +57,6 @@ class ModelConfig(Frozen):
     )
     tokenizer: str = Field(description="Directory or hub id of the tokenizer.")
     revision: str | None = Field(default=None, description="Hub revision of the weights.")
-    code_revision: str | None = Field(default=None, description="Recorded only; no code is run.")
     tokenizer_revision: str | None = Field(default=None, description="Hub revision of tokenizer.")
     dtype: DType = Field(description="Compute dtype; 'auto' until the device is known.")
     checkpoint_dtype: str = Field(description="dtype the weights are stored in.")

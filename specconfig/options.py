@@ -50,7 +50,7 @@ class SpeculativeFields(BaseModel):
         default=None, description="Draft weight loading; None = the target's."
     )
     revision: str | None = Field(default=None, description="Hub revision of the draft.")
-    code_revision: str | None = Field(default=None, description="Recorded; no repo code is run.")
+    code_revision: str | None = Field(default=None, description="No repo code is run.")
     max_model_len: int | None = Field(
         default=None, ge=1, description="Drafting stops beyond this many tokens of a sequence."
     )

@@ -351,7 +351,11 @@ def _hash_settings(res: Resolution, cls: type[SpeculatorConfig]) -> None:
 def check_resolved(res: Resolution, cls: type[SpeculatorConfig], spec: SpeculativeConfig) -> None:
     """Warnings about settings that are legal and do nothing, or less than they say."""
     owned = frozenset().union(*(load_class(c).own_options for c in CONFIG_BY_METHOD.values()))
-    for name in sorted(res.given & owned - cls.own_options):
+    ignored = res.given & owned - cls.own_options
+    if "method" not in res.given or res.custom_method:
+        # The model's name may have named the method, and a method of others may read it.
+        ignored -= {"model"}
+    for name in sorted(ignored):
         res.log.warn(f"speculative_config.{name} is ignored by {cls.variant}")
     table = spec.num_speculative_tokens_per_batch_size
     for first, last, tier in table or ():

@@ -14,7 +14,6 @@ from specconfig.errors import ConfigError
 from specconfig.facts.model_facts import HfTransform, apply_transform, merge_overrides, model_config
 from specconfig.facts.source import FactsSource, expand, load_facts
 from specconfig.facts.splits import check_experts, check_heads
-from specconfig.formats.speculators import serve_speculators_model
 from specconfig.model import (
     CacheConfig,
     ModelConfig,
@@ -23,6 +22,7 @@ from specconfig.model import (
     SchedulerConfig,
 )
 from specconfig.resolving.budgets import check_budgets
+from specconfig.resolving.served_speculator import serve_speculators_model
 from specconfig.resolving.speculation import resolve_speculation
 
 

@@ -15,6 +15,7 @@ class CustomClassSpeculatorConfig(SpeculatorConfig):
     variant = "custom_class"
     implementation = "actors.draft.drafters.custom:CustomDrafter"
     host = "verifier"
+    own_options = frozenset({"model"})
 
     @classmethod
     def default_model(cls, res: Resolution) -> str | None:

@@ -93,7 +93,6 @@ def build_draft(res: Resolution, hooks: DraftHooks) -> None:
         # The tokenizer's revision follows the tokenizer: the target's with the target's.
         tokenizer_revision=revision if own_tokenizer else target.tokenizer_revision,
         revision=revision,
-        code_revision=res.values["code_revision"],
         dtype=target.dtype,
         quantization=res.values["quantization"],
         field=f"{_PREFIX}.model",

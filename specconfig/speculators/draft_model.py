@@ -17,6 +17,7 @@ class CheckpointSpeculatorConfig(SpeculatorConfig):
     loads_draft_checkpoint: ClassVar[bool] = True
     own_options = frozenset(
         {
+            "model",
             "draft_tensor_parallel_size",
             "draft_load_config",
             "revision",

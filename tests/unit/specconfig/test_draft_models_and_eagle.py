@@ -226,13 +226,10 @@ def test_dict_overrides_do_not_reach_the_draft() -> None:
 
 
 def test_where_draft_fields_come_from() -> None:
-    given = {**TINY, "revision": "r1", "code_revision": "c1", "quantization": "awq",
-             "max_model_len": 128}  # fmt: skip
+    given = {**TINY, "revision": "r1", "quantization": "awq", "max_model_len": 128}
     draft = spec(given, target_args={"dtype": "float16"}).draft_model_config
     assert draft is not None
-    assert (draft.revision, draft.code_revision, draft.quantization, draft.max_model_len) == (
-        "r1", "c1", "awq", 128,
-    )  # fmt: skip
+    assert (draft.revision, draft.quantization, draft.max_model_len) == ("r1", "awq", 128)
     assert draft.dtype == "float16"
 
 

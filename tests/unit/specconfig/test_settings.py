@@ -31,6 +31,7 @@ from tests.unit.specconfig.catalog import (
          "use_local_argmax_reduction"),
         ({"method": "suffix", "draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max"),
+        ({"method": "ngram", "K": 3, "model": "meta/tiny"}, "model"),
         ({"model": "meta/tiny", "K": 3, "suffix_decoding_max_tree_depth": 4},
          "suffix_decoding_max_tree_depth"),
         ({"model": "meta/tiny", "K": 3, "prompt_lookup_min": 2}, "prompt_lookup_min"),
