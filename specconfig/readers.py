@@ -29,9 +29,13 @@ class Reader:
 
 @dataclass(frozen=True)
 class Planned:
-    """Nobody reads it yet: only its default is accepted. ``what`` will read it."""
+    """Nobody acts on it yet: only its default is accepted. ``what`` will read it.
+
+    ``guard`` is a module that reads it already, but only to refuse a value.
+    """
 
     what: str
+    guard: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class Fixed:
 Entry = Reader | Planned | Fixed
 
 _LIMITS = "actors.verifier.limits:EngineLimits.from_config"
-_LOAD = "actors.model.paged_lm:PagedCausalLM"
-_HOST = "actors.model.host:ModelHost"
+_LOAD = "actors.model.trunk:Trunk"
+_HOST = "actors.model.host:load_model"
 _PLACE = "parallel.placement:place_replica"
 _TOKENIZER = "actors.startup.preflight:load_tokenizer"
 _APP = "deploy.app:build"
@@ -116,10 +120,12 @@ SPECULATIVE_READERS: Mapping[str, Entry] = {
     "method": _DRAFTER,
     "model": Reader(_DRAFT_MODEL, "config.draft_model"),
     "speculator_options": Fixed("handed to the drafter of a registered method that lists it"),
-    "draft_tensor_parallel_size": Reader(_PLACE, "draft_parallel.tensor_parallel_size"),
+    "draft_tensor_parallel_size": Reader(
+        "parallel.placement:drafter_seat", "config.draft_parallel"
+    ),
     "draft_load_config": Planned("other ways to load a draft's weights"),
     "revision": Reader(_LOAD, "config.revision"),
-    "code_revision": Planned("code from model repositories, which is never run,"),
+    "code_revision": Planned("code from model repositories, which is never run"),
     "max_model_len": Reader(_DRAFT_MODEL, "config.draft_max_model_len"),
     "enforce_eager": Planned("compiling the draft apart from the target"),
     "num_speculative_tokens": Reader(_LIMITS, "num_speculative_tokens"),
@@ -132,9 +138,11 @@ SPECULATIVE_READERS: Mapping[str, Entry] = {
     "attention_backend": _GPU_KERNELS,
     "kv_cache_dtype": Planned("a KV dtype of the draft alone"),
     "draft_lm_head_quantization": Planned("quantised output heads"),
-    "use_local_argmax_reduction": Planned("a switch for argmax per shard, which is always used,"),
+    "use_local_argmax_reduction": Planned(
+        "drafts from full logits: the argmax is per shard always"
+    ),
     "use_heterogeneous_vocab": Planned("drafting with another vocabulary"),
-    "draft_sample_method": Planned("drafts with probabilities"),
+    "draft_sample_method": Planned("a drafter with probabilities", guard="actors.startup.launch"),
     "dspark_draft_topk": _HEADS,
     "xpress_topc": _HEADS,
     "prompt_lookup_max": Reader(_NGRAM, "options.prompt_lookup_max"),
@@ -189,7 +197,8 @@ def check_supported(config: EngineConfig) -> None:
                 value,
                 "",
                 "remove it" if default is None else f"remove it, or set it to {default!r}",
-                message=f"{SECTION}.{name}={value!r}: {entry.what} is not part of this version",
+                message=f"{SECTION}.{name}={value!r} is not part of this version (it is for "
+                f"{entry.what})",
             )
     rules = {name: method.implementation for name, method in BUILTIN.items()}
     rule = spec.rejection_sample_method
