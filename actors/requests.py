@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 
 
 class FinishReason(StrEnum):
@@ -90,3 +92,11 @@ class RunOutput:
     stop_reason: int | str | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     error: str | None = None
+
+
+def drawn_seed(base: int | None, number: int) -> int:
+    """A seed in [0, 2^63): fresh, or that of the `number`-th request of a server with a seed."""
+    raw = os.urandom(8)
+    if base is not None:
+        raw = blake2b(f"{base} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little") >> 1

@@ -25,7 +25,7 @@ from actors.requests import GenerateRequest, RunOutput
 from deploy.engine_client import EngineClient, HandleEngineClient
 from deploy.facts import ServedModel
 from deploy.recovery import generate_with_recovery
-from deploy.requests import complete_request
+from deploy.requests import Seeds, complete_request
 from deploy.runs import merge
 from deploy.text import Conversation, Message, Prompt, Text, TextProcessor
 
@@ -47,6 +47,7 @@ class Client:
             engine.describe(_DESCRIBE_TIMEOUT_S), self._loop
         ).result()
         self._served = ServedModel(**facts["served"])
+        self._seeds = Seeds(self._served.seed)
         self._text = TextProcessor.load(self._served.tokenizer, self._served.tokenizer_revision)
 
     def generate(
@@ -93,7 +94,7 @@ class Client:
     ) -> AsyncGenerator[RunOutput]:
         """As `stream`, for asyncio."""
         request = complete_request(
-            _request(fields), _prompt(prompt, messages), self._text, self._served
+            _request(fields), _prompt(prompt, messages), self._text, self._served, self._seeds
         )
         runs = generate_with_recovery(self._engine, request, self._text.token_bytes)
         async with aclosing(runs):

@@ -18,6 +18,7 @@ class ServedModel:
     vocab_size: int
     num_speculative_tokens: int
     max_logprobs: int
+    seed: int | None = None
 
     @classmethod
     def of(cls, config: EngineConfig) -> ServedModel:
@@ -29,4 +30,5 @@ class ServedModel:
             vocab_size=config.model.vocab_size,
             num_speculative_tokens=config.num_speculative_tokens,
             max_logprobs=config.runtime.max_logprobs,
+            seed=config.runtime.seed,
         )

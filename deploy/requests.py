@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
+import itertools
 
 from actors.checks import Names, check_prompt, check_sampling
 from actors.errors import InvalidRequest
-from actors.requests import GenerateRequest
+from actors.requests import GenerateRequest, drawn_seed
 from deploy.facts import ServedModel
 from deploy.text import Prompt, TextProcessor
+
+
+class Seeds:
+    """Seeds for requests that bring none: fresh, or following from the server's own seed.
+
+    The surface draws them, not the engine: a request that moves to another replica must see the
+    same noise there. Each process of a surface counts the requests that it takes.
+    """
+
+    def __init__(self, base: int | None) -> None:
+        self._base = base
+        self._numbers = itertools.count()
+
+    def draw(self) -> int:
+        """The next request's seed."""
+        return drawn_seed(self._base, next(self._numbers))
 
 
 def complete_request(
@@ -17,18 +33,19 @@ def complete_request(
     prompt: Prompt,
     text: TextProcessor,
     served: ServedModel,
+    seeds: Seeds,
     names: Names | None = None,
 ) -> GenerateRequest:
     """`request` with the prompt's token ids and a seed, checked against the server's limits.
 
-    A seed is drawn when the caller gave none: a request that moves to another replica must see
-    the same noise there. Tokenising a long prompt takes tens of milliseconds.
+    Tokenising a long prompt takes tens of milliseconds.
 
     Args:
         request: Without a prompt.
         prompt: What to go on from.
         text: Of the served model.
         served: Its limits.
+        seeds: For a caller that gave none.
         names: The surface's names of the engine's fields, where they differ.
 
     Raises:
@@ -41,7 +58,7 @@ def complete_request(
     request = dataclasses.replace(
         request,
         prompt_token_ids=text.ids_of(prompt),
-        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        seed=seeds.draw() if request.seed is None else request.seed,
     )
     check_prompt(request, served, names)
     _check_room(request, served, names)

@@ -85,8 +85,8 @@ class EngineFields(BaseModel):
     seed: int | None = Field(
         default=None,
         ge=0,
-        description="Seed of requests that bring none: request number n of a replica draws from "
-        "(seed, n). None = fresh seeds.",
+        description="Seed of requests that bring none: number n that an ingress replica takes "
+        "draws from (seed, n). None = fresh seeds.",
     )
     hf_overrides: dict[str, Any] | Callable[[dict[str, Any]], Any] | None = Field(
         default=None,

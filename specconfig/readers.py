@@ -89,7 +89,7 @@ ENGINE_READERS: Mapping[str, Entry] = {
     ),
     "enable_prefix_caching": Reader(_LIMITS, "cache.enable_prefix_caching"),
     "enable_chunked_prefill": Reader(_LIMITS, "scheduler.enable_chunked_prefill"),
-    "seed": Reader(_LIMITS, "runtime.seed"),
+    "seed": Reader("deploy.facts:ServedModel.of", "runtime.seed"),
     "hf_overrides": Reader(_LOAD, "config.hf_overrides"),
     "trust_remote_code": Fixed("false: no code of a model repository is run"),
     "served_model_name": Reader("deploy.facts:ServedModel.of", "runtime.served_model_name"),

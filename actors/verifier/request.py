@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from enum import Enum
-from hashlib import blake2b
 
 import numpy as np
 
 from actors.kvcache.block_table import BlockTable
 from actors.kvcache.prefix_index import BlockHash
-from actors.requests import GenerateRequest, RunOutput, SpeculationStats
+from actors.requests import GenerateRequest, RunOutput, SpeculationStats, drawn_seed
 from actors.steps.messages import Int32Array, SlotParams, token_array
 from actors.verifier.detokenize import TextStream
 from actors.verifier.finish import FinishRules
@@ -121,7 +119,7 @@ class Request:
         self.text = text
         self.sink = sink
         # Drawn once and kept: a preempted or moved request must see the same noise again.
-        self.seed = params.seed if params.seed is not None else _drawn_seed(base_seed, number)
+        self.seed = params.seed if params.seed is not None else drawn_seed(base_seed, number)
         self.status = RequestStatus.WAITING
         self.prompt_len = len(prompt)
         self.num_tokens = len(prompt)
@@ -200,11 +198,3 @@ class Request:
             num_logprobs=p.num_logprobs,
             request_id=p.request_id,
         )
-
-
-def _drawn_seed(base: int | None, number: int) -> int:
-    """A seed in [0, 2^63): fresh, or that of the `number`-th request of a server with a seed."""
-    raw = os.urandom(8)
-    if base is not None:
-        raw = blake2b(f"{base} {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(raw, "little") >> 1

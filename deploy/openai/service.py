@@ -26,7 +26,7 @@ from deploy.openai.protocol import (
 from deploy.openai.sampling import names_of, to_generate_request
 from deploy.openai.streaming import events
 from deploy.recovery import RecoveryPolicy, generate_with_recovery
-from deploy.requests import complete_request
+from deploy.requests import Seeds, complete_request
 from deploy.text import Conversation, Prompt, Text, TextProcessor
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class OpenAIService:
         self._client = client
         self._text = text
         self._served = served
+        self._seeds = Seeds(served.seed)
         self._options = options or ServiceOptions()
         self._created = int(time.time())
         # Tokenising a long prompt takes tens of milliseconds: never on the event loop, where it
@@ -85,7 +86,9 @@ class OpenAIService:
         engine_id = f"{prefix}-{uuid.uuid4().hex}"
         asked = to_generate_request(body, engine_id)
         request = await self._off_loop(
-            lambda: complete_request(asked, prompt, self._text, self._served, names_of(body))
+            lambda: complete_request(
+                asked, prompt, self._text, self._served, self._seeds, names_of(body)
+            )
         )
         answer = kind(engine_id, int(time.time()), self._served.name, body, self._text.token_bytes)
         runs = generate_with_recovery(

@@ -10,6 +10,7 @@ import pytest
 from actors.errors import EngineDead, InvalidRequest, PromptTooLong, QueueFull
 from deploy.engine_client import ReplicaReport
 from deploy.openai.service import ServiceOptions
+from deploy.requests import Seeds
 from tests.unit.deploy.conftest import FAST, Connect
 from tests.unit.deploy.fakes import ScriptedEngine, sse
 
@@ -115,6 +116,14 @@ def test_the_engine_gets_what_the_client_asked(connect: Connect, engine: Scripte
 def test_a_seed_is_always_set(connect: Connect, engine: ScriptedEngine) -> None:
     post(connect, "/v1/completions", PLAIN)
     assert engine.requests[0].seed is not None
+
+
+def test_a_servers_seed_decides_those_of_its_requests() -> None:
+    def drawn(base: int | None) -> list[int]:
+        seeds = Seeds(base)
+        return [seeds.draw() for _ in range(20)]
+
+    assert drawn(7) == drawn(7) and len({*drawn(7), *drawn(8), *drawn(None)}) == 60
 
 
 def test_token_ids_and_accepted_flags(connect: Connect) -> None:
