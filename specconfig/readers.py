@@ -8,6 +8,7 @@ against the code, and ``check_supported`` refuses what this version only knows b
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -169,8 +170,11 @@ SPECULATIVE_READERS: Mapping[str, Entry] = {
 
 def is_installed(qualified: str) -> bool:
     """Whether the module of ``module:name`` is there; nothing of it is imported."""
+    module = qualified.partition(":")[0]
+    if module in sys.modules:
+        return True
     try:
-        return importlib.util.find_spec(qualified.partition(":")[0]) is not None
+        return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         # A parent package is missing.
         return False

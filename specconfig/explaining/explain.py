@@ -214,21 +214,22 @@ def _values(
 
 READ = (
     "num_speculative_tokens", "num_lookahead_tokens", "max_model_len", "draft_max_model_len",
-    "drafter_host", "drafter_implementation", "draft_placement", "acceptance_implementation",
-    "acceptance_options", "is_lossless",
+    "max_num_active_seqs", "drafter_host", "drafter_implementation", "draft_placement",
+    "draft_has_own_kv", "uses_last_hidden_state", "aux_hidden_state_layer_ids",
+    "acceptance_implementation", "acceptance_options", "is_lossless",
 )  # fmt: skip
 """Properties of ``EngineConfig`` that code outside the configuration reads."""
 
 
 def capability_row(config: EngineConfig) -> dict[str, Any]:
-    """What the engine's parts read, by property name."""
+    """What the engine's parts read, by property name, as JSON values."""
     row = {name: getattr(config, name) for name in READ}
-    # As lists, so that the JSON form reads back equal.
-    row["acceptance_options"] = json.loads(json.dumps(config.acceptance_options))
     law = config.draft_law
     if law is not None:
         row |= {f"draft_law.{name}": value for name, value in law.model_dump().items()}
-    return row
+    # Tuples become lists, so that the JSON form of an explanation reads back equal.
+    plain: dict[str, Any] = json.loads(json.dumps(row))
+    return plain
 
 
 _USAGE = """usage: paceline explain FILE [--json]
