@@ -69,7 +69,7 @@ def _forwards(ctx: Context, name: str, dtype: str) -> None:
         for size in dict.fromkeys((1, min(8, batch), batch)):
             for k in tiers:
                 rows = steps.batch_of(1 + k, size)
-                run = partial(steps.model.forward, rows)
+                run = partial(steps.logits, rows)
                 found[f"batch {size}, K={k}"] = round(timed(run, ctx, 10) * 1e3, 3)
         return found
 
@@ -82,7 +82,7 @@ def _graphs(ctx: Context, steps: Steps, tiers: Sequence[int]) -> Report:
     found: Report = {} if not ctx.is_cpu else {"capture": "skipped: no CUDA"}
     for size in dict.fromkeys((1, min(8, steps.batch))):
         for k in tiers:
-            run = partial(steps.model.forward, steps.batch_of(1 + k, size))
+            run = partial(steps.logits, steps.batch_of(1 + k, size))
             wanted = run()
             one: Report = {}
             with attending(static_attention(size, 1 + k)):

@@ -68,8 +68,9 @@ class Engine:
             raise
         logger.info("engine ready: %s", config.runtime.served_model_name)
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[RunOutput]:
-        """Outputs of one request, a run of tokens a step. Cancelling frees its KV."""
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[RunOutput]:
+        """The engine's own stream: a run of tokens a step. Cancelling it frees its KV."""
+        # A coroutine: Serve runs plain functions in threads. It awaits this one, then streams.
         runs: AsyncIterator[RunOutput] = self._replica.engine.generate(request)
         return runs
 

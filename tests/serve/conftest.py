@@ -1,22 +1,25 @@
-"""One private Ray with the tiny model served on it, for all tests of this folder."""
+"""`paceline serve` with the tiny model, once for all tests of this folder."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 import yaml
 
-from deploy.local import serving
-from deploy.serve_file import ServeFile, read_serve_file
 from tests.tiny import write_tiny_model
 
-MAX_MODEL_LEN = 512
+ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
@@ -65,8 +68,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class App:
-    file: ServeFile
+    process: subprocess.Popen[str]
     url: str
+    said: list[str]
+    errors: Path
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -89,13 +94,39 @@ class App:
         return totals
 
 
+def paceline(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "deploy.cli", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A suite that a script started in the background would hand down an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
+
+
 @pytest.fixture(scope="package")
 def app(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     folder = tmp_path_factory.mktemp("serve")
-    # A home of its own: Ray keeps its token there.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder))
-        file = read_serve_file(write_serve_file(folder, tiny_model, free_port()))
-        lines: list[str] = []
-        with serving(file, None, lines.append):
-            yield App(file, file.url)
+    port = free_port()
+    # Port 1 of the file cannot be used: the command line's wins. A home of its own: Ray keeps its
+    # token there.
+    arguments = ("serve", str(write_serve_file(folder, tiny_model, 1)), "--port", str(port))
+    errors = folder / "stderr"
+    with errors.open("w") as stderr:
+        process = paceline(*arguments, stderr=stderr, env={**os.environ, "HOME": str(folder)})
+    try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("Ready: "):
+                break
+        else:
+            raise AssertionError(f"not ready: {said} {errors.read_text()}")
+        yield App(process, f"http://127.0.0.1:{port}", said, errors)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)

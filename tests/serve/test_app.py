@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event, Timer
 from typing import Any
 
@@ -43,6 +44,19 @@ def complete(app: App, **fields: Any) -> httpx.Response:
     body = {"prompt": "abcabcabc", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     with app.http() as http:
         return http.post("/v1/completions", json={**body, **fields})
+
+
+@pytest.fixture(scope="module")
+def connected(app: App) -> Iterator[None]:
+    """This process as a driver on the server's private Ray."""
+    import ray
+
+    commands = [p.cmdline() for p in psutil.Process(app.process.pid).children(recursive=True)]
+    given = (part for command in commands for part in command)
+    address = next(p.partition("=")[2] for p in given if p.startswith("--gcs-address="))
+    ray.init(address, namespace="serve", log_to_driver=False, _node_ip_address="127.0.0.2")
+    yield
+    ray.shutdown()
 
 
 def test_the_openai_client_gets_the_same_answer_whole_and_streamed(app: App) -> None:
@@ -133,7 +147,7 @@ def test_a_client_that_leaves_frees_its_kv(app: App) -> None:
 
 def test_a_full_queue_is_429_and_the_others_are_served(app: App) -> None:
     def one(_: int) -> httpx.Response:
-        return complete(app, max_tokens=300, speculation={"enabled": False})
+        return complete(app, max_tokens=100, speculation={"enabled": False})
 
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(one, range(12)))
@@ -145,11 +159,11 @@ def test_a_full_queue_is_429_and_the_others_are_served(app: App) -> None:
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["code"] == "rate_limit_exceeded"
         else:
-            assert answer.json()["usage"]["completion_tokens"] == 300
+            assert answer.json()["usage"]["completion_tokens"] == 100
     assert wait_until(lambda: is_idle(app), 10)
 
 
-def test_server_info_and_health(app: App) -> None:
+def test_server_info_health_and_models_show_the_served_model(app: App) -> None:
     with app.http() as http:
         info = http.get("/server_info").json()
         assert info["lossless"] is True
@@ -159,7 +173,18 @@ def test_server_info_and_health(app: App) -> None:
         assert http.get("/v1/models/tiny").json()["max_model_len"] == 512
 
 
-def test_the_handle_client(app: App) -> None:
+def test_neither_verifier_nor_ingress_maps_torch(app: App) -> None:
+    replicas = [
+        process
+        for process in psutil.Process(app.process.pid).children(recursive=True)
+        if "ServeReplica:paceline" in " ".join(process.cmdline())
+    ]
+    assert len(replicas) == 2
+    for process in replicas:
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def test_the_handle_client_gives_the_answers_of_http(app: App, connected: None) -> None:
     from deploy.client import Client
 
     client = Client("paceline")
@@ -175,7 +200,7 @@ def test_the_handle_client(app: App) -> None:
     client.close()
 
 
-def test_runtime_knobs(app: App) -> None:
+def test_runtime_knobs_change_speculation_at_once(app: App, connected: None) -> None:
     from ray import serve
 
     engine = serve.get_deployment_handle("Engine", "paceline")
