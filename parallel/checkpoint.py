@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,66 @@ from parallel.topology import TopologyError
 _INDEX = "model.safetensors.index.json"
 
 
-class ShardReader:
-    """Parts of the tensors of a checkpoint folder.
+class TensorFiles:
+    """The tensors of a checkpoint folder's safetensors files, by their names on disk.
 
     `num_bytes_read` counts the bytes of the tensors' parts that were read.
     """
 
-    def __init__(self, folder: Path, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
         self.num_bytes_read = 0
         self._files = _tensor_files(folder)
         self._open: dict[Path, Any] = {}
+
+    @property
+    def names(self) -> Set[str]:
+        return self._files.keys()
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._view(name).get_shape())
+
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """What `cut` keeps of the tensor, on the device; floating point in the reader's dtype."""
+        view = self._view(name)
+        if cut is None:
+            tensor: Tensor = view[...] if view.get_shape() else self._handle(name).get_tensor(name)
+        else:
+            before = (slice(None),) * cut.dim
+            parts = [view[(*before, slice(begin, end))] for begin, end in cut.ranges]
+            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+        self.num_bytes_read += tensor.numel() * tensor.element_size()
+        if tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        return tensor.to(self._device).contiguous()
+
+    def close(self) -> None:
+        for handle in self._open.values():
+            handle.__exit__(None, None, None)
+        self._open.clear()
+
+    def _view(self, name: str) -> Any:
+        return self._handle(name).get_slice(name)
+
+    def _handle(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]
+        return self._open[path]
+
+
+class ShardReader:
+    """Parts of a checkpoint folder's tensors, by the names that `model` (no weights needed) has."""
+
+    def __init__(self, folder: Path, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._files = TensorFiles(folder, dtype, device)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        self._sources = _sources_by_target(self._files, model, self._shapes)
+        self._sources = _sources_by_target(self._files.names, model, self._shapes)
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self._files.num_bytes_read
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
@@ -62,31 +109,15 @@ class ShardReader:
         return tensor
 
     def close(self) -> None:
-        for handle in self._open.values():
-            handle.__exit__(None, None, None)
-        self._open.clear()
+        self._files.close()
 
     def _part(self, key: str, cut: Cut | None, whole: torch.Size | None) -> Tensor:
-        path = self._files[key]
-        handle = self._open.get(path)
-        if handle is None:
-            handle = self._open[path] = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]
-        view = handle.get_slice(key)
-        shape = torch.Size(view.get_shape())
+        shape = self._files.shape(key)
         if whole is not None and shape != whole:
             raise TopologyError(
                 f"{key} has shape {tuple(shape)} in the checkpoint, {tuple(whole)} in the model"
             )
-        if cut is None:
-            tensor: Tensor = view[...] if len(shape) else handle.get_tensor(key)
-        else:
-            before = (slice(None),) * cut.dim
-            parts = [view[(*before, slice(begin, end))] for begin, end in cut.ranges]
-            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
-        self.num_bytes_read += tensor.numel() * tensor.element_size()
-        if tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
-        return tensor.to(self._device).contiguous()
+        return self._files.read(key, cut)
 
     def _merged(
         self, name: str, sources: list[tuple[Any, str]], cut: Cut | None, target: torch.Size
@@ -142,7 +173,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _sources_by_target(
-    files: dict[str, Path], model: Any, shapes: dict[str, torch.Size]
+    names: Iterable[str], model: Any, shapes: dict[str, torch.Size]
 ) -> dict[str, list[tuple[Any, str]]]:
     """For each tensor of the model: (conversion or None, name on disk) of what it is made of."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -157,7 +188,7 @@ def _sources_by_target(
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     sources: dict[str, list[tuple[Any, str]]] = defaultdict(list)
-    for key in files:
+    for key in names:
         if key in shapes:
             target, pattern = key, None
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from actors.errors import LoadError
 from actors.kvcache.sizing import KVLayers
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
@@ -28,16 +29,49 @@ class Forward:
     taps: Taps | None
 
 
-def load_model(
+def load_target(
+    config: EngineConfig,
+    device: torch.device,
+    group: TPGroup,
+    *,
+    replica: int = 0,
+    num_replicas: int = 1,
+) -> PagedCausalLM:
+    """The target, or this rank's shard of it, with the taps that the drafter reads.
+
+    Args:
+        replica, num_replicas: Among those over which whole experts are spread. With several,
+            `join_replicas` comes before the first forward.
+    """
+    spread = config.parallel.enable_expert_parallel
+    experts = ExpertShare.of(group, replica, num_replicas) if spread else None
+    return _load(config, config.model, device, group, experts, TapSpec.of(config))
+
+
+def load_draft(config: EngineConfig, device: torch.device, group: TPGroup) -> PagedCausalLM:
+    """The separate draft model, or this rank's shard of it.
+
+    Its experts are never spread over replicas: those make as many target forwards as each other,
+    but not as many passes of a draft, and a replica would wait for rows that never come.
+
+    Raises:
+        LoadError: the configuration has no draft model.
+    """
+    model, parallel = config.draft_model, config.draft_parallel
+    if model is None or parallel is None:
+        raise LoadError("speculative_config has no draft model")
+    experts = ExpertShare.of(group) if parallel.enable_expert_parallel else None
+    return _load(config, model, device, group, experts, TapSpec())
+
+
+def _load(
     config: EngineConfig,
     model: ModelConfig,
     device: torch.device,
-    group: TPGroup | None,
-    *,
+    group: TPGroup,
     experts: ExpertShare | None,
-    taps: TapSpec | None = None,
+    taps: TapSpec,
 ) -> PagedCausalLM:
-    """`model` (target or draft) as the engine's settings say, or this rank's shard of it."""
     return PagedCausalLM(
         model,
         device=device,

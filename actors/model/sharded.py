@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from actors.errors import LoadError
 from actors.model.interface import ATTENTION_NAME
+from actors.model.weights import checkpoint_folder
 from parallel.checkpoint import ShardReader
 from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import TPGroup
@@ -50,7 +50,7 @@ def load_shard(
         plan = plan_shard(model, group.rank, group.size, experts=experts)
         for note in plan.notes:
             logger.warning("%s: %s", location, note)
-        reader = ShardReader(_folder(location, revision), model, dtype, device)
+        reader = ShardReader(checkpoint_folder(location, revision), model, dtype, device)
         try:
             fill(model, plan, reader)
         finally:
@@ -107,19 +107,3 @@ def _share(model: Any, name: str, source: str, plan: ShardPlan) -> None:
 def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
     parent, _, leaf = name.rpartition(".")
     return model.get_submodule(parent), leaf
-
-
-def _folder(location: str, revision: str | None) -> Path:
-    path = Path(location).expanduser()
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                location, revision=revision, allow_patterns=["*.json", "*.safetensors"]
-            )
-        )
-    except Exception as error:
-        raise LoadError(f"cannot download {location!r}: {error}") from error

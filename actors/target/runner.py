@@ -7,9 +7,8 @@ import time
 import numpy as np
 import torch
 
-from actors.model.host import ModelHost, load_model
+from actors.model.host import ModelHost, load_target
 from actors.model.inputs import EntryRows
-from actors.model.taps import TapSpec
 from actors.startup.preflight import build_acceptance
 from actors.steps.messages import (
     DraftTokens,
@@ -21,7 +20,6 @@ from actors.steps.messages import (
     token_array,
 )
 from actors.steps.protocols import Proposal, Verified
-from parallel.experts import ExpertShare
 from parallel.groups import SingleRank, TPGroup
 from specconfig.engine import EngineConfig
 
@@ -42,19 +40,15 @@ class TargetRunner:
         replica: int = 0,
         num_replicas: int = 1,
     ) -> None:
-        group = group or SingleRank()
-        spread = config.parallel.enable_expert_parallel
-        model = load_model(
-            config,
-            config.model,
-            device,
-            group,
-            experts=ExpertShare.of(group, replica, num_replicas) if spread else None,
-            taps=TapSpec.of(config),
-        )
         self.host = ModelHost(
             config,
-            model,
+            load_target(
+                config,
+                device,
+                group or SingleRank(),
+                replica=replica,
+                num_replicas=num_replicas,
+            ),
             vocab_size=config.model.vocab_size,
             steady_rows=1 + config.num_speculative_tokens,
             # The verifier draws uniforms itself.

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import torch
 
-from actors.errors import LoadError
-from actors.model.host import ModelHost, load_model
+from actors.model.host import ModelHost, load_draft
 from actors.model.inputs import EntryRows
 from actors.steps.messages import DraftEntry, DraftTokens, Stat, StepPlan, token_array
 from actors.steps.protocols import Proposal, Verified
-from parallel.experts import ExpertShare
-from parallel.groups import TPGroup
+from parallel.groups import SingleRank, TPGroup
 from specconfig.engine import EngineConfig
 
 
@@ -30,17 +28,9 @@ class DraftModelDrafter:
     def __init__(
         self, config: EngineConfig, device: torch.device, group: TPGroup | None = None
     ) -> None:
-        spec, parallel = config.speculative, config.draft_parallel
-        if config.draft_model is None or spec is None or parallel is None:
-            raise LoadError("speculative_config has no draft model")
-        model = load_model(
-            config,
-            config.draft_model,
-            device,
-            group,
-            # Over the draft's own ranks only: replicas differ in their numbers of draft passes.
-            experts=ExpertShare.of(group) if group and parallel.enable_expert_parallel else None,
-        )
+        spec = config.speculative
+        model = load_draft(config, device, group or SingleRank())
+        assert spec is not None
         self.host = ModelHost(
             config,
             model,

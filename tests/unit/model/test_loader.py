@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from actors.errors import LoadError
-from actors.model.loader import load_causal_lm, torch_dtype
+from actors.model.loader import load_causal_lm, override, torch_dtype
 
 CPU = torch.device("cpu")
 
@@ -67,6 +68,29 @@ def test_overrides_of_a_gguf_file_are_not_swallowed(tmp_path: Path) -> None:
         load_causal_lm(
             str(tmp_path / "m.gguf"), dtype=torch.float32, device=CPU, hf_overrides={"a": 1}
         )
+
+
+def test_overrides_change_what_they_name_and_leave_the_rest(
+    family_dir: Callable[..., Path],
+) -> None:
+    path = family_dir("llama", rope_parameters={"rope_type": "default", "rope_theta": 1234.0})
+    changes = {"rope_parameters": {"rope_type": "linear", "factor": 4.0}, "attention_dropout": 0.5}
+    config = load_causal_lm(
+        str(path), dtype=torch.float32, device=CPU, hf_overrides=changes
+    ).model.config
+    assert config.rope_parameters == {
+        "rope_type": "linear", "rope_theta": 1234.0, "factor": 4.0,
+    }  # fmt: skip
+    assert config.attention_dropout == 0.5 and config.vocab_size == 96
+
+
+def test_overrides_reach_into_a_nested_config() -> None:
+    config = AutoConfig.for_model("gemma3")
+    width = config.text_config.hidden_size
+    override(config, {"text_config": {"sliding_window": 77, "rope_parameters": {"extra": 1}}})
+    assert config.text_config.sliding_window == 77 and config.text_config.hidden_size == width
+    rope = config.text_config.rope_parameters
+    assert rope["extra"] == 1 and len(rope) > 1
 
 
 def test_pickled_weights_are_not_loaded(family_dir: Callable[..., Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
+from tests.unit.model.toy_head import expected_logits
 from tests.unit.parallel.conftest import Ranks
 
 MOE = {
@@ -51,11 +52,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def rank_logits(group: TPGroup, path: str, ids: list[int], expert_parallel: bool) -> dict[str, Any]:
-    """All ranks' logits side by side: of one chunk, and token by token."""
+    """All ranks' logits side by side: of one chunk, and token by token; states; and logits of a
+    draft that uses the target's embedding and head, both split."""
     from actors.model.inputs import EntryRows, SlotTables
     from actors.model.paged_lm import PagedCausalLM
+    from actors.model.taps import TapSpec
     from actors.steps.messages import BlockDelta, SlotParams, token_array
     from specconfig import EngineArgs
+    from tests.unit.model.toy_head import served_logits
 
     args = EngineArgs(model=path, dtype="float32", max_model_len=200)
     lm = PagedCausalLM(
@@ -64,16 +68,22 @@ def rank_logits(group: TPGroup, path: str, ids: list[int], expert_parallel: bool
         max_positions=201,
         group=group,
         experts=ExpertShare.of(group) if expert_parallel else None,
+        taps=TapSpec(last=True, aux=(1, 3)),
     )
     lm.allocate(40, 16)
+    states: list[Any] = []
+
+    tables = SlotTables(1, 200, 0, 16)
+    tables.apply([SlotParams(0, 1, 0)], [BlockDelta(0, 0, token_array(range(1, 13)))])
 
     def rows(cuts: list[int]) -> torch.Tensor:
-        tables = SlotTables(1, 200, 0, 16)
-        tables.apply([SlotParams(0, 1, 0)], [BlockDelta(0, 0, token_array(range(1, 13)))])
         out, start = [], 0
         for size in cuts:
             entry = EntryRows(0, start, token_array(ids[start : start + size]), size)
-            out.append(lm.forward(tables.flatten([entry], lm.device)).logits)
+            logits, taps = lm.forward(tables.flatten([entry], lm.device))
+            assert taps is not None and taps.last is not None
+            out.append(logits)
+            states.append(torch.stack([taps.aux[1], taps.aux[3], taps.last]))
             start += size
         return torch.cat(out)
 
@@ -83,6 +93,9 @@ def rank_logits(group: TPGroup, path: str, ids: list[int], expert_parallel: bool
     return {
         "whole": whole,
         "stepped": stepped,
+        "states": states[0],
+        "stepped_states": torch.cat(states[1:], 1),
+        "draft": served_logits(lm, tables, 0, ids, [20, 1, 8]),
         "kv_heads": lm.kv.caches[0].keys.shape[1],
         "parameters": lm.num_parameters,
         "calls": dict(group.num_calls),
@@ -100,7 +113,9 @@ def test_against_transformers(
     ids = prompt(30)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
-        expected = plain(torch.tensor([ids])).logits[0]
+        out = plain(torch.tensor([ids]), output_hidden_states=True)
+    expected, hidden = out.logits[0], torch.cat(out.hidden_states)
+    drafted = expected_logits(plain, ids)
     whole_size = sum(p.numel() for p in plain.parameters())
     is_moe = "num_experts" in FAMILIES[name]
     for expert_parallel in (False, True) if is_moe else (False,):
@@ -111,6 +126,13 @@ def test_against_transformers(
         assert all(f["calls"] == found[0]["calls"] for f in found)
         stepped = torch.cat([f["stepped"] for f in found], -1)
         assert torch.equal(stepped, whole), (stepped - whole).abs().max()
+        # Whole on each rank, and the same there.
+        for part in found:
+            assert torch.equal(part["states"], found[0]["states"])
+            assert torch.equal(part["stepped_states"], part["states"])
+        torch.testing.assert_close(found[0]["states"][[0, 2]], hidden[[1, 3]], atol=3e-4, rtol=1e-4)
+        draft = torch.cat([f["draft"] for f in found], -1)
+        torch.testing.assert_close(draft, drafted, atol=3e-4, rtol=1e-4)
     kv_heads = AutoConfig.from_pretrained(path).num_key_value_heads
     gathers = name in ("phi3", "olmo2")
     assert found[0]["kv_heads"] == (kv_heads if gathers else max(1, kv_heads // size))
