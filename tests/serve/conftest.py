@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 import yaml
 
-from deploy.local import serving
-from deploy.serve_file import ServeFile, read_serve_file
 from tests.tiny import write_tiny_model
 
+ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN = 512
 
 
@@ -65,7 +69,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class App:
-    file: ServeFile
+    process: subprocess.Popen[str]
     url: str
 
     def openai(self) -> openai.OpenAI:
@@ -89,13 +93,61 @@ class App:
         return totals
 
 
+def paceline(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "deploy.cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that a script started in the background would hand down an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 @pytest.fixture(scope="package")
 def app(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    folder = tmp_path_factory.mktemp("serve")
+    """`paceline serve` as a user starts it. The last test of the folder interrupts it."""
+    folder, port = tmp_path_factory.mktemp("serve"), free_port()
+    path = write_serve_file(folder, tiny_model, 1)
     # A home of its own: Ray keeps its token there.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder))
-        file = read_serve_file(write_serve_file(folder, tiny_model, free_port()))
-        lines: list[str] = []
-        with serving(file, None, lines.append):
-            yield App(file, file.url)
+    process = paceline("serve", str(path), "--port", str(port), env={"HOME": str(folder)})
+    assert process.stdout is not None
+    lines: list[str] = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("Ready: "):
+                break
+        url = f"http://127.0.0.1:{port}"
+        assert lines and lines[-1].startswith(f"Ready: {url}"), lines
+        yield App(process, url)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def handles(app: App) -> Iterator[None]:
+    """This process as another driver of the Ray that `paceline serve` started."""
+    import ray
+
+    (address,) = {
+        part.partition("=")[2]
+        for child in psutil.Process(app.process.pid).children(recursive=True)
+        for part in child.cmdline()
+        if part.startswith("--gcs-address=")
+    }
+    ray.init(
+        address=address,
+        namespace="serve",
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address=address.partition(":")[0],
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -159,6 +159,7 @@ def test_server_info_and_health(app: App) -> None:
         assert http.get("/v1/models/tiny").json()["max_model_len"] == 512
 
 
+@pytest.mark.usefixtures("handles")
 def test_the_handle_client(app: App) -> None:
     from deploy.client import Client
 
@@ -175,6 +176,7 @@ def test_the_handle_client(app: App) -> None:
     client.close()
 
 
+@pytest.mark.usefixtures("handles")
 def test_runtime_knobs(app: App) -> None:
     from ray import serve
 

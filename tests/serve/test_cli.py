@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from tests.serve.conftest import free_port, write_serve_file
-
-ROOT = Path(__file__).parents[2]
-
-
-def paceline(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "deploy.cli", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A suite that a script started in the background would hand down an ignored SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+from tests.serve.conftest import App, free_port, paceline, write_serve_file
 
 
 def fails(*arguments: str, env: dict[str, str] | None = None) -> str:
@@ -71,27 +53,13 @@ def test_chat_without_a_server() -> None:
 
 
 @pytest.mark.ray
-def test_serve_until_interrupt_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    port = free_port()
-    process = paceline(
-        "serve", str(write_serve_file(tmp_path, tiny_model, 1)), "--port", str(port),
-        env={"HOME": str(tmp_path)},
-    )  # fmt: skip
-    assert process.stdout is not None
-    seen = []
-    try:
-        for line in process.stdout:
-            seen.append(line)
-            if line.startswith("Ready: "):
-                break
-        assert seen and seen[-1].startswith(f"Ready: http://127.0.0.1:{port}"), seen
-        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-        started = psutil.Process(process.pid).children(recursive=True)
-        assert len(started) > 3
-    finally:
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, out + err
+def test_an_interrupt_ends_everything_that_serve_started(app: App) -> None:
+    assert httpx.get(f"{app.url}/health").status_code == 200
+    started = psutil.Process(app.process.pid).children(recursive=True)
+    assert len(started) > 3
+    app.process.send_signal(signal.SIGINT)
+    out, err = app.process.communicate(timeout=60)
+    assert app.process.returncode == 0, out + err
     assert "Traceback" not in err and "raylet" not in err
     _, alive = psutil.wait_procs(started, timeout=5)
     assert not alive
