@@ -86,23 +86,39 @@ def run(eng: VerifierEngine, requests: list[GenerateRequest]) -> list[Result]:
     return asyncio.run(everyone())
 
 
-def requests(mode: str, **kw: Any) -> list[GenerateRequest]:
-    sampling: dict[str, Any] = {"temperature": 0.0}
-    if mode == "seeded":
-        sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.01}
-    return [
-        GenerateRequest(
-            request_id=f"{mode}-{i}",
-            prompt_token_ids=ids,
-            max_tokens=40,
-            ignore_eos=i % 2 == 0,
-            num_logprobs=2,
-            seed=100 + i,
-            **sampling,
-            **kw,
-        )
-        for i, ids in enumerate(prompts())
-    ]
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.01},
+}
+
+
+def request(mode: str, index: int, **kw: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"{mode}-{index}",
+        prompt_token_ids=prompts()[index],
+        max_tokens=40,
+        ignore_eos=index % 2 == 0,
+        num_logprobs=2,
+        seed=100 + index,
+        **SAMPLING[mode],
+        **kw,
+    )
+
+
+def modes(turn: int) -> list[str]:
+    """Half of the prompts greedy, half sampled, so that each batch has both; turns alternate."""
+    return ["seeded" if (index // 2 + turn) % 2 else "greedy" for index in range(len(prompts()))]
+
+
+def same_bits(got: list[Result], plain: dict[str, list[Result]], turn: int) -> None:
+    for index, (mode, ours) in enumerate(zip(modes(turn), got, strict=True)):
+        theirs = plain[mode][index]
+        assert (ours.ids, ours.logprobs) == (theirs.ids, theirs.logprobs), (mode, index)
+        assert (ours.text, ours.finish) == (theirs.text, theirs.finish), (mode, index)
+
+
+def mixed(turn: int, **kw: Any) -> list[GenerateRequest]:
+    return [request(mode, index, **kw) for index, mode in enumerate(modes(turn))]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +126,8 @@ def plain(models: tuple[Path, Path]) -> Iterator[dict[str, list[Result]]]:
     """The oracle: K = 0, one request at a time, whole prompts."""
     eng = engine(models, None, enable_prefix_caching=False)
     try:
-        yield {mode: [run(eng, [r])[0] for r in requests(mode)] for mode in ("greedy", "seeded")}
+        numbers = range(len(prompts()))
+        yield {mode: [run(eng, [request(mode, n)])[0] for n in numbers] for mode in SAMPLING}
     finally:
         eng.stop()
 
@@ -121,22 +138,23 @@ def test_plain_greedy_equals_generate(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
-    for request, got in zip(requests("greedy"), plain["greedy"], strict=True):
-        ids = torch.tensor([request.prompt_token_ids])
+    for index, got in enumerate(plain["greedy"]):
+        asked = request("greedy", index)
+        ids = torch.tensor([asked.prompt_token_ids])
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=40,
             do_sample=False,
-            eos_token_id=None if request.ignore_eos else model.config.eos_token_id,
+            eos_token_id=None if asked.ignore_eos else model.config.eos_token_id,
             pad_token_id=0,
         )
         assert got.ids == tuple(out[0, ids.shape[1] :].tolist())
     # Log-probabilities against the plain forward.
-    request, got = requests("greedy")[3], plain["greedy"][3]
+    asked, got = request("greedy", 3), plain["greedy"][3]
     with torch.inference_mode():
-        whole = model(torch.tensor([[*request.prompt_token_ids, *got.ids]])).logits[0]
-    table = whole[len(request.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        whole = model(torch.tensor([[*asked.prompt_token_ids, *got.ids]])).logits[0]
+    table = whole[len(asked.prompt_token_ids) - 1 : -1].log_softmax(-1)
     expected = [float(table[i, t]) for i, t in enumerate(got.ids)]
     assert got.logprobs == pytest.approx(expected, abs=1e-4)
 
@@ -144,24 +162,17 @@ def test_plain_greedy_equals_generate(
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 COPY = {"model": "target"}
 OTHER = {"model": "draft"}
-SMALL_POOL = {"kv_cache_memory_bytes": 14 * 16 * 512}  # a request's worst case and little more
 
 
-@pytest.mark.parametrize("mode", ["greedy", "seeded"])
 @pytest.mark.parametrize("k", [1, 4, 7])
 @pytest.mark.parametrize("spec", [NGRAM, COPY, OTHER], ids=["ngram", "copy", "other"])
 def test_same_bits_for_every_k_and_drafter(
-    models: tuple[Path, Path],
-    plain: dict[str, list[Result]],
-    spec: dict[str, Any],
-    k: int,
-    mode: str,
+    models: tuple[Path, Path], plain: dict[str, list[Result]], spec: dict[str, Any], k: int
 ) -> None:
     eng = engine(models, {**spec, "num_speculative_tokens": k})
     try:
-        got = run(eng, requests(mode))
-        for a, b in zip(got, plain[mode], strict=True):
-            assert (a.ids, a.logprobs, a.text, a.finish) == (b.ids, b.logprobs, b.text, b.finish)
+        got = run(eng, mixed(turn=k // 4))
+        same_bits(got, plain, turn=k // 4)
         drafted = sum(r.drafted for r in got)
         assert drafted > 0, "nothing was drafted: this run tested nothing"
         if spec is COPY:
@@ -176,37 +187,32 @@ def test_same_bits_for_every_k_and_drafter(
         eng.stop()
 
 
-@pytest.mark.parametrize("mode", ["greedy", "seeded"])
+BATCHINGS: dict[str, dict[str, Any]] = {
+    "chunks-of-9": {"max_num_batched_tokens": 9, "max_num_seqs": 3},
+    "chunks-of-33": {"max_num_batched_tokens": 33, "max_num_seqs": 4},
+    "no-cache-2": {"enable_prefix_caching": False, "max_num_seqs": 2},
+    "preempted": {"max_num_seqs": 6},
+    "one-by-one": {"max_num_seqs": 1},
+}
+
+
 @pytest.mark.parametrize("spec", [None, NGRAM, COPY], ids=["plain", "ngram", "copy"])
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"max_num_batched_tokens": 9, "max_num_seqs": 3},
-        {"max_num_batched_tokens": 33, "max_num_seqs": 4},
-        {"enable_prefix_caching": False, "max_num_seqs": 2},
-        {"pool": True, "max_num_seqs": 6},
-        {"max_num_seqs": 1},
-    ],
-    ids=["chunks-of-9", "chunks-of-33", "no-cache-2", "preempted", "one-by-one"],
-)
+@pytest.mark.parametrize("batching", BATCHINGS)
 def test_same_bits_for_every_batching(
     models: tuple[Path, Path],
     plain: dict[str, list[Result]],
     spec: dict[str, Any] | None,
-    setting: dict[str, Any],
-    mode: str,
+    batching: str,
 ) -> None:
-    kw = dict(setting)
-    if kw.pop("pool", False):
-        per_token = 512 if spec is not COPY else 1024
-        kw["kv_cache_memory_bytes"] = 15 * 16 * per_token
+    kw = dict(BATCHINGS[batching])
+    if batching == "preempted":
+        kw["kv_cache_memory_bytes"] = 15 * 16 * (1024 if spec is COPY else 512)
     full = None if spec is None else {**spec, "num_speculative_tokens": 3}
+    turn = int(spec is NGRAM)
     eng = engine(models, full, **kw)
     try:
-        got = run(eng, requests(mode))
-        for a, b in zip(got, plain[mode], strict=True):
-            assert (a.ids, a.logprobs, a.text, a.finish) == (b.ids, b.logprobs, b.text, b.finish)
-        if "pool" in setting:
+        same_bits(run(eng, mixed(turn)), plain, turn)
+        if batching == "preempted":
             assert eng.status().stats["num_preemptions"] > 0, "nothing was preempted"
     finally:
         eng.stop()
@@ -217,10 +223,10 @@ def test_per_request_switch_and_cache_hits_change_no_bit(
 ) -> None:
     eng = engine(models, {**COPY, "num_speculative_tokens": 4})
     try:
-        off = run(eng, requests("greedy", speculation_enabled=False))
-        two = run(eng, [_renamed(r, "b") for r in requests("greedy", num_speculative_tokens=2)])
-        for a, b, c in zip(off, two, plain["greedy"], strict=True):
-            assert a.ids == b.ids == c.ids and a.logprobs == b.logprobs == c.logprobs
+        off = run(eng, mixed(0, speculation_enabled=False))
+        two = run(eng, [_renamed(r, "b") for r in mixed(0, num_speculative_tokens=2)])
+        same_bits(off, plain, 0)
+        same_bits(two, plain, 0)
         assert sum(r.drafted for r in off) == 0 < sum(r.drafted for r in two)
     finally:
         eng.stop()
