@@ -193,24 +193,52 @@ static void masses(const float *s, float top, int64_t mass[B]) {
   }
 }
 
-/* Sum of masses of the scores that are at least `lowest`, relative to `top`. */
-void total_mass(const float *x, int64_t stride, const int64_t *index, const float *temperature,
-                int64_t M, int64_t V, const float *lowest, const float *top, int64_t *total,
-                int threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && threads > 1)
-  for (int64_t m = 0; m < M; m++) {
-    const float *row = x + index[m] * stride;
-    /* Below -40 a mass is 0. */
-    float spare[B], s[B], least = lowest[m] > top[m] - 40.0f ? lowest[m] : top[m] - 40.0f;
-    int64_t weight[B], sum = 0;
-    for (int64_t c = 0; c < V; c += B) {
-      divide(block(row, c, V, spare), temperature[m], s);
-      if (!(largest(s) >= least)) continue;
-      masses(s, top[m], weight);
-      for (int i = 0; i < B; i++) sum += s[i] >= least ? weight[i] : 0;
+/* Masses of loose values [M, C], for rows whose largest scores are `top`. */
+void weigh(const float *values, const float *top, int64_t M, int64_t C, int64_t *mass) {
+  float spare[B];
+  int64_t weight[B];
+  for (int64_t m = 0; m < M; m++)
+    for (int64_t c = 0; c < C; c += B) {
+      masses(block(values + m * C, c, C, spare), top[m], weight);
+      memcpy(mass + m * C + c, weight, (c + B <= C ? B : C - c) * sizeof(int64_t));
     }
-    total[m] = sum;
+}
+
+/* A score's distance from the largest in eighths, at most 255: grows as scores fall. */
+static inline void distances(const float *s, float top, int32_t distance[B]) {
+  for (int i = 0; i < B; i += W) {
+    vf d = (splat(top) - *(const vf *)(s + i)) * splat(8.0f);
+    d = pick(d < splat(255.0f), d, splat(255.0f));
+    *(vi *)(distance + i) = __builtin_convertvector(d, vi);
   }
+}
+
+/* Weights of the scores that are at least `lowest`, by distance from `top`: masses, or 1 each. */
+void by_distance(const float *x, int64_t stride, const int64_t *index, const float *temperature,
+                 int64_t M, int64_t V, const float *lowest, const float *top, int64_t is_mass,
+                 int64_t *bins, int threads) {
+  memset(bins, 0, M * 256 * sizeof(int64_t));
+  int64_t half = (V / 2 + B - 1) / B * B;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t m = 0; m < M; m++)
+    for (int part = 0; part < 2; part++) {
+      const float *row = x + index[m] * stride;
+      float spare[B], s[B], least = lowest[m];
+      int32_t distance[B];
+      int64_t weight[B], sums[2][256] = {{0}}; /* two, so that neighbours do not wait */
+      if (is_mass && least < top[m] - 40.0f) least = top[m] - 40.0f; /* below, a mass is 0 */
+      for (int64_t c = part ? half : 0, end = part ? V : half; c < end; c += B) {
+        divide(block(row, c, V, spare), temperature[m], s);
+        if (!(largest(s) >= least)) continue;
+        distances(s, top[m], distance);
+        if (is_mass) masses(s, top[m], weight);
+        int full = c + B <= V ? B : (int)(V - c);
+        for (int i = 0; i < full; i++)
+          sums[i & 1][distance[i]] += s[i] >= least ? (is_mass ? weight[i] : 1) : 0;
+      }
+#pragma omp critical
+      for (int i = 0; i < 256; i++) bins[m * 256 + i] += sums[0][i] + sums[1][i];
+    }
 }
 
 /* float32 as uint32 in the same order; -0 and 0 share a key. */
@@ -221,31 +249,46 @@ static inline uint32_t ordered(float s) {
   return b >> 31 ? 0u - b : b | 0x80000000u;
 }
 
-/* Weights by the digit key >> shift & 255 of the scores (at least `lowest`) whose higher digits
- * are `prefix`. The weight is the mass relative to `top`, or 1 where `top` is NULL. */
-void histogram(const float *x, int64_t stride, const int64_t *index, const float *temperature,
-               int64_t M, int64_t V, const float *lowest, const float *top, int64_t shift,
-               const int64_t *prefix, int64_t *bins, int threads) {
+/* Weights by (key - base) >> shift, of the scores at one distance whose keys are in
+ * [base, base + width); at most 256 bins. */
+void by_key(const float *x, int64_t stride, const int64_t *index, const float *temperature,
+            int64_t M, int64_t V, const float *top, int64_t is_mass, const int64_t *distance,
+            const int64_t *base, int64_t width, int64_t shift, int64_t *bins, int threads) {
+  memset(bins, 0, M * 256 * sizeof(int64_t));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && threads > 1)
   for (int64_t m = 0; m < M; m++) {
     const float *row = x + index[m] * stride;
-    float spare[B], s[B];
-    uint32_t key[B], want = (uint32_t)prefix[m];
+    uint32_t first = (uint32_t)base[m], last = (uint32_t)(width - 1), key[B], digit[2 * B];
+    float spare[B], s[B], kept[2 * B];
+    int32_t apart[B], hit[B], want = (int32_t)distance[m];
     int64_t weight[B], *to = bins + m * 256;
-    memset(to, 0, 256 * sizeof(int64_t));
-    for (int64_t c = 0; c < V; c += B) {
-      divide(block(row, c, V, spare), temperature[m], s);
-      int32_t wanted[B], some = 0;
-      for (int i = 0; i < B; i++) {
-        key[i] = ordered(s[i]);
-        /* In two shifts: the first digit has none above it, and 32 is no shift. */
-        wanted[i] = (key[i] >> shift >> 8 == want) & (s[i] >= lowest[m]) & (c + i < V);
-        some |= wanted[i];
+    int count = 0;
+    /* What counts is moved together first, and weighed a block at a time. */
+    for (int64_t c = 0; c < V || count > 0; c += B) {
+      if (c < V) {
+        int32_t some = 0;
+        divide(block(row, c, V, spare), temperature[m], s);
+        distances(s, top[m], apart);
+        for (int i = 0; i < B; i++) {
+          key[i] = ordered(s[i]);
+          hit[i] = (apart[i] == want) & (key[i] >= first) & (key[i] - first <= last);
+          some |= hit[i];
+        }
+        if (!some) continue;
+        for (int i = 0; i < B && c + i < V; i++) {
+          kept[count] = s[i];
+          digit[count] = (key[i] - first) >> shift;
+          count += hit[i];
+        }
+        if (count < B) continue;
       }
-      if (!some) continue;
-      if (top) masses(s, top[m], weight);
-      for (int i = 0; i < B; i++)
-        if (wanted[i]) to[key[i] >> shift & 255] += top ? weight[i] : 1;
+      int done = count < B ? count : B;
+      for (int i = done; i < B; i++) kept[i] = -INFINITY;
+      if (is_mass) masses(kept, top[m], weight);
+      for (int i = 0; i < done; i++) to[digit[i]] += is_mass ? weight[i] : 1;
+      count -= done;
+      memmove(kept, kept + done, count * sizeof(float));
+      memmove(digit, digit + done, count * sizeof(uint32_t));
     }
   }
 }

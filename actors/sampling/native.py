@@ -1,4 +1,4 @@
-"""`LocalScores` by the C kernel: CPU, one pass over a row where that is enough."""
+"""`LocalScores` by the C kernel, for logits on CPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from actors.native import build
-from actors.sampling.scores import LocalScores, TorchScores, Vocabulary
+from actors.sampling.scores import (
+    NUM_BINS,
+    Float64Array,
+    LocalScores,
+    TorchScores,
+    Vocabulary,
+)
+from actors.sampling.uniforms import Int64Array
+from actors.steps.messages import Float32Array
 
 _SOURCE = Path(build.__file__).with_name("sampling.c")
 _BLOCK = 64  # B of the C file
@@ -21,8 +31,8 @@ _SIZE = [_I, _I]
 _ARGUMENTS: dict[str, list[Any]] = {
     "row_max": [*_ROWS, *_SIZE, _P, _P, _P],
     "top_n": [*_ROWS, _P, *_SIZE, _P, _I, _P, _P],
-    "total_mass": [*_ROWS, _P, *_SIZE, _P, _P, _P],
-    "histogram": [*_ROWS, _P, *_SIZE, _P, _P, _I, _P, _P],
+    "by_distance": [*_ROWS, _P, *_SIZE, _P, _P, _I, _P],
+    "by_key": [*_ROWS, _P, *_SIZE, _P, _I, _P, _P, _I, _I, _P],
     "draw": [*_ROWS, _P, *_SIZE, _P, _P, _P, _P, _P, _P, _P],
 }
 
@@ -38,82 +48,95 @@ def load() -> ctypes.CDLL | None:
         function = getattr(lib, name)
         function.argtypes = [*arguments, ctypes.c_int]
         function.restype = ctypes.c_int if name == "top_n" else None
+    lib.weigh.argtypes = [_P, _P, _I, _I, _P]
+    lib.weigh.restype = None
     return lib
 
 
 class NativeVocabulary(Vocabulary):
     """With ids and spots padded to whole blocks, as the kernel reads them."""
 
-    def __init__(self, ids_V: Tensor) -> None:
+    def __init__(self, ids_V: Tensor, lib: ctypes.CDLL) -> None:
         super().__init__(ids_V)
+        self.lib = lib
         missing = (0, -len(ids_V) % _BLOCK)
-        self.padded_ids = torch.nn.functional.pad(self.ids_V, missing)
-        self.padded_spots = torch.nn.functional.pad(self.spots_V, missing)
+        self.padded_ids = np.pad(self.ids, missing)
+        self.padded_spots = np.pad(self.spots_V.numpy(), missing)
 
 
 class NativeScores(TorchScores):
-    """Overrides what is asked in every step; the logits are float32 on CPU, columns adjacent."""
+    """The logits are float32 on CPU, columns adjacent."""
 
     vocab: NativeVocabulary
 
-    def best(self) -> tuple[Tensor, Tensor]:
-        values, columns = torch.empty(len(self.index)), self._ints()
+    def best(self) -> tuple[Float32Array, Int64Array]:
+        values, columns = np.empty(len(self.index), np.float32), np.empty_like(self.index)
         self._call("row_max", self.vocab.padded_ids, values, columns, temperature=False)
         return values, columns
 
-    def top_n(self, n: int) -> tuple[Tensor, Tensor]:
-        values = torch.empty(len(self.index), n)
-        columns = torch.empty(len(self.index), n, dtype=torch.int64)
+    def top_n(self, n: int) -> tuple[Float32Array, Int64Array]:
+        values = np.empty((len(self.index), n), np.float32)
+        columns = np.empty((len(self.index), n), np.int64)
         if self._call("top_n", self.vocab.padded_ids, n, values, columns):
             raise MemoryError("no memory for the sampler's candidates")
         return values, columns
 
-    def total_mass(self, lowest_M: Tensor, top_M: Tensor) -> Tensor:
-        total = self._ints()
-        self._call("total_mass", lowest_M, top_M, total)
-        return total
+    def weigh(self, scores_MC: Float32Array, top_M: Float32Array) -> Int64Array:
+        found = np.empty(scores_MC.shape, np.int64)
+        address = (_address(scores_MC), _address(top_M))
+        self.vocab.lib.weigh(*address, *scores_MC.shape, _address(found))
+        return found
 
-    def histogram(
-        self, lowest_M: Tensor, top_M: Tensor | None, shift: int, prefix_M: Tensor
-    ) -> Tensor:
-        bins = torch.empty(len(self.index), 256, dtype=torch.int64)
-        self._call("histogram", lowest_M, top_M, shift, prefix_M, bins)
+    def by_distance(self, lowest_M: Float32Array, top_M: Float32Array, is_mass: bool) -> Int64Array:
+        bins = np.empty((len(self.index), NUM_BINS), np.int64)
+        self._call("by_distance", lowest_M, top_M, is_mass, bins)
         return bins
 
-    def draw(self, key_M: Tensor, lowest_M: Tensor, start_M: Tensor) -> tuple[Tensor, Tensor]:
-        values, columns = torch.empty(len(self.index), dtype=torch.float64), self._ints()
-        vocab = self.vocab
-        self._call(
-            "draw", vocab.padded_ids, vocab.padded_spots, lowest_M, key_M, start_M, values, columns
-        )
+    def by_key(
+        self,
+        top_M: Float32Array,
+        is_mass: bool,
+        distance_M: Int64Array,
+        base_M: Int64Array,
+        width: int,
+        shift: int,
+    ) -> Int64Array:
+        bins = np.empty((len(self.index), NUM_BINS), np.int64)
+        self._call("by_key", top_M, is_mass, distance_M, base_M, width, shift, bins)
+        return bins
+
+    def draw(
+        self, key_M: Int64Array, lowest_M: Float32Array, start_M: Int64Array
+    ) -> tuple[Float64Array, Int64Array]:
+        values, columns = np.empty(len(self.index)), np.empty_like(self.index)
+        ids, spots = self.vocab.padded_ids, self.vocab.padded_spots
+        self._call("draw", ids, spots, lowest_M, key_M, start_M, values, columns)
         return values, columns
 
-    def _ints(self) -> Tensor:
-        return torch.empty(len(self.index), dtype=torch.int64)
-
-    def _call(self, name: str, *arguments: Tensor | int | None, temperature: bool = True) -> int:
-        """Run a kernel over the rows. Tensors are passed by address and must be contiguous."""
-        lib = load()
-        assert lib is not None
-        head = [self.logits, self.logits.stride(0), self.index]
+    def _call(self, name: str, *arguments: npt.NDArray[Any] | int, temperature: bool = True) -> int:
+        """Run a kernel over the rows. Arrays are passed by address and must be contiguous."""
+        rows = [self.logits.data_ptr(), self.logits.stride(0), _address(self.index)]
         if temperature:
-            head.append(self.temperature)
-        passed = [*head, len(self.index), self.logits.shape[1], *arguments]
-        found: int = getattr(lib, name)(
-            *[a.data_ptr() if isinstance(a, Tensor) else a for a in passed],
-            torch.get_num_threads(),
+            rows.append(_address(self.temperature))
+        rest = [_address(a) if isinstance(a, np.ndarray) else a for a in arguments]
+        found: int = getattr(self.vocab.lib, name)(
+            *rows, len(self.index), self.logits.shape[1], *rest, torch.get_num_threads()
         )
         return found
 
 
+def _address(array: npt.NDArray[Any]) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
 def vocabulary(ids_V: Tensor) -> Vocabulary:
     """The columns' ids, in the form that this machine's scores need."""
-    is_native = ids_V.device.type == "cpu" and load() is not None
-    return NativeVocabulary(ids_V) if is_native else Vocabulary(ids_V)
+    lib = load() if ids_V.device.type == "cpu" else None
+    return Vocabulary(ids_V) if lib is None else NativeVocabulary(ids_V, lib)
 
 
 def local_scores(logits: Tensor, vocab: Vocabulary) -> LocalScores:
     """Scores of all rows of `logits` (float32 [N, V]) at temperature 1."""
-    index = torch.arange(len(logits), device=logits.device)
     kind = NativeScores if isinstance(vocab, NativeVocabulary) else TorchScores
-    return kind(logits, vocab, index, torch.ones(len(logits), device=logits.device))
+    return kind(logits, vocab, np.arange(len(logits)), np.ones(len(logits), np.float32))

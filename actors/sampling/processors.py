@@ -20,7 +20,7 @@ from actors.sampling.rows import LogitsRow
 from actors.sampling.scores import Vocabulary
 from actors.sampling.shards import ShardedScores
 from actors.sampling.uniforms import Int64Array, Stream, row_keys
-from actors.steps.messages import RowMasks
+from actors.steps.messages import Float32Array, RowMasks
 
 _NEG_INF = float("-inf")
 
@@ -52,8 +52,7 @@ class MinTokens:
 
     def apply(self, logits: Tensor, rows: Sequence[LogitsRow], vocab: Vocabulary) -> None:
         for i, row in enumerate(rows):
-            ids = torch.tensor(row.params.masked_ids, device=logits.device)
-            columns = vocab.columns(ids)
+            columns = vocab.columns(row.params.masked_ids)
             logits[i, columns[columns >= 0]] = _NEG_INF
 
 
@@ -112,48 +111,45 @@ class RowLaws:
         temperature, top_k, top_p, min_p = table.T
         return cls(greedy, temperature.astype(np.float32), top_k.astype(np.int64), top_p, min_p)
 
-    def lowest(self, scores: ShardedScores, top_N: Tensor, vocab_size: int) -> Tensor:
-        """The least score that each row keeps, float32 [N]: -inf where nothing is filtered.
+    def lowest(self, scores: ShardedScores, top_N: Float32Array, vocab_size: int) -> Float32Array:
+        """The least score that each row keeps: -inf where nothing is filtered.
 
         At least the likeliest token survives. Ties at the boundary are all kept.
 
         Args:
             scores: Of the rows, after temperature.
-            top_N: Their largest, float32.
+            top_N: Their largest.
             vocab_size: Columns over all ranks.
         """
-        device = top_N.device
-        with np.errstate(divide="ignore"):
-            lowest = top_N + torch.from_numpy(np.log(self.min_p)).float().to(device)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            lowest: Float32Array = top_N + np.log(self.min_p).astype(np.float32)
         is_limited = (self.top_k > 0) & (self.top_k < vocab_size)
         has_nucleus = self.top_p < 1.0
         rough = np.flatnonzero(is_limited | has_nucleus)
         if len(rough) == 0:
             return lowest
-        known = scores.rows(torch.from_numpy(rough).to(device)).candidates()
-
-        def places(wanted: npt.NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-            """Of the wanted rows: their index, and their place among the candidates' rows."""
-            index, place = np.flatnonzero(wanted), np.flatnonzero(wanted[rough])
-            return torch.from_numpy(index).to(device), torch.from_numpy(place).to(device)
-
-        if is_limited.any():
-            index, place = places(is_limited)
-            counts = torch.from_numpy(self.top_k[is_limited]).to(device)
-            kth = scores.rows(index).kth_largest(counts, known.rows(place))
-            lowest[index] = lowest[index].maximum(kth)
-        if has_nucleus.any():
-            index, place = places(has_nucleus)
-            reach = torch.from_numpy(self.top_p[has_nucleus]).to(device)
+        known = scores.rows(rough).candidates()
+        index = np.flatnonzero(is_limited)
+        if len(index):
+            lowest[index] = np.maximum(
+                lowest[index],
+                scores.rows(index).kth_largest(
+                    self.top_k[index], top_N[index], known.rows(np.searchsorted(rough, index))
+                ),
+            )
+        index = np.flatnonzero(has_nucleus)
+        if len(index):
             lowest[index] = scores.rows(index).nucleus(
-                reach, lowest[index], top_N[index], known.rows(place)
+                self.top_p[index],
+                lowest[index],
+                top_N[index],
+                known.rows(np.searchsorted(rough, index)),
             )
         return lowest
 
 
-def keys_of(rows: Sequence[LogitsRow], stream: Stream, device: torch.device) -> Tensor:
-    """Noise keys of rows, int64 [N]. The target's own sample does not depend on the step."""
+def keys_of(rows: Sequence[LogitsRow], stream: Stream) -> Int64Array:
+    """Noise keys of rows. The target's own sample does not depend on the step."""
     steps = None if stream is Stream.TARGET else [row.step for row in rows]
     seeds = [row.params.seed for row in rows]
-    keys = row_keys(seeds, [row.position for row in rows], stream, steps)
-    return torch.from_numpy(keys).to(device)
+    return row_keys(seeds, [row.position for row in rows], stream, steps)

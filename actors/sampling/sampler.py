@@ -17,7 +17,7 @@ from actors.sampling.native import local_scores, vocabulary
 from actors.sampling.processors import LogitsProcessor, MinTokens, RowLaws, keys_of, processed
 from actors.sampling.rows import Columns, LogitsRow
 from actors.sampling.shards import ShardedScores
-from actors.sampling.statistics import DraftChecks, Law, logprob_columns, spread
+from actors.sampling.statistics import DraftChecks, Law, logprob_columns
 from actors.sampling.uniforms import Stream
 from actors.steps.messages import INVALID_SAMPLE, RowMasks, Stat
 from parallel.groups import TPGroup
@@ -109,31 +109,26 @@ class Sampler:
             return {Stat.SAMPLED: np.zeros(0, dtype=np.int32)}
         raw_logits = self._columns(logits)
         vocab = self._vocab
-        device = raw_logits.device
-        processed_logits = processed(raw_logits, rows, vocab, masks, self._processors)
+        changed = processed(raw_logits, rows, vocab, masks, self._processors)
         laws = RowLaws.of(rows)
-        plain = ShardedScores(local_scores(processed_logits, vocab), self._group)
+        plain = ShardedScores(local_scores(changed, vocab), self._group)
         best, sampled, start = plain.best()
-        sampled = sampled.where(best.isfinite(), INVALID_SAMPLE)
+        is_valid = np.isfinite(best)
+        sampled = np.where(is_valid, sampled, INVALID_SAMPLE)
 
-        everyone = plain.local.index
-        temperature = torch.from_numpy(laws.temperature).to(device)
-        scores = plain.rows(everyone, temperature)
-        top = best.float() / temperature
+        scores = plain.rows(plain.local.index, laws.temperature)
+        top = best / laws.temperature
         lowest = laws.lowest(scores, top, self._vocab_size)
-        drawn = np.flatnonzero(~laws.is_greedy)
+        drawn = np.flatnonzero(~laws.is_greedy & is_valid)
         if len(drawn):
-            index = torch.from_numpy(drawn).to(device)
-            keys = keys_of([rows[i] for i in drawn.tolist()], Stream.TARGET, device)
-            chosen = scores.rows(index).draw(keys, lowest[index], start[index])[1]
-            sampled[index] = chosen.where(sampled[index] != INVALID_SAMPLE, INVALID_SAMPLE)
+            keys = keys_of([rows[i] for i in drawn.tolist()], Stream.TARGET)
+            sampled[drawn] = scores.rows(drawn).draw(keys, lowest[drawn], start[drawn])
 
-        columns: Columns = {Stat.SAMPLED: sampled.int().cpu().numpy()}
+        columns: Columns = {Stat.SAMPLED: sampled.astype(np.int32)}
         raw = ShardedScores(local_scores(raw_logits, vocab), self._group)
         columns.update(logprob_columns(raw, rows, sampled))
         if self._needs:
-            is_greedy = torch.from_numpy(laws.is_greedy).to(device)
-            law = Law(scores, top, lowest, sampled, is_greedy)
+            law = Law(scores, top, lowest, sampled, laws.is_greedy)
             columns.update(self._draft_columns(law, rows, q))
         return columns
 
@@ -147,14 +142,20 @@ class Sampler:
         return logits if logits.stride(1) == 1 else logits.contiguous()
 
     def _draft_columns(self, law: Law, rows: Sequence[LogitsRow], q: Tensor | None) -> Columns:
-        drafted = [i for i, row in enumerate(rows) if row.draft_id >= 0]
-        index = torch.tensor(drafted, dtype=torch.int64, device=law.top_N.device)
-        found = {stat: torch.zeros(0) for stat in self._needs}
-        if drafted:
-            if q is not None:
-                q = self._columns(q)
-            checks = DraftChecks(
-                law.rows(index), [rows[i] for i in drafted], q, self._entropy_top_k
-            )
-            found = checks.columns(self._needs)
-        return {stat: spread(stat, values, index, len(rows)) for stat, values in found.items()}
+        """The needed columns: NaN, or -1 for ids, for rows without a draft."""
+        drafted = np.flatnonzero([row.draft_id >= 0 for row in rows])
+        checks = DraftChecks(
+            law.rows(drafted),
+            [rows[i] for i in drafted.tolist()],
+            None if q is None else self._columns(q),
+            self._entropy_top_k,
+        )
+        found = checks.columns(self._needs) if len(drafted) else {}
+        columns: Columns = {}
+        for stat in self._needs:
+            is_id = stat is Stat.RESIDUAL_ID
+            column = np.full(len(rows), -1 if is_id else np.nan, np.int32 if is_id else np.float64)
+            if len(drafted):
+                column[drafted] = found[stat]
+            columns[stat] = column
+        return columns

@@ -1,17 +1,25 @@
 """One rank's scores of some rows, and what is asked of them without talking to other ranks.
 
 `TorchScores` is the definition, on any device; `actors.sampling.native` has the fast form for CPU.
-Shape suffixes: M rows, V this rank's columns.
+Logits are tensors; the few numbers a row that are asked of them come back in numpy, where small
+arithmetic costs a fraction of what it costs in torch. Shape suffixes: M rows, V this rank's
+columns.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from actors.sampling.noise import gumbel, spots
+from actors.sampling.uniforms import Int64Array
+from actors.steps.messages import Float32Array
+
+Float64Array = npt.NDArray[np.float64]
 
 # Mass of the likeliest token. Times 2^18 tokens it still fits 63 bits.
 MASS_UNIT = 1 << 44
@@ -22,10 +30,10 @@ _LN2_HIGH = float.fromhex("0x1.62e42feep-1")
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
 _EVEN = (1 / 40320, 1 / 720, 1 / 24, 0.5, 1.0)
 _ODD = (1 / 362880, 1 / 5040, 1 / 120, 1 / 6, 1.0)
-_INT_MIN = -(1 << 31)
-RADIX_BITS = 8
-_NUM_BINS = 1 << RADIX_BITS
+# Bins of a histogram, by distance from the largest score or by a digit of the keys.
+NUM_BINS = 256
 _NO_ID = (1 << 31) - 1
+_NEG_INF = float("-inf")
 
 
 def masses(scores: Tensor, top: Tensor) -> Tensor:
@@ -53,17 +61,27 @@ def masses(scores: Tensor, top: Tensor) -> Tensor:
     return total.view(torch.int64) - 0x4330000000000000
 
 
-def ordered_keys(scores: Tensor) -> Tensor:
+def kept_masses(scores_MV: Tensor, lowest_M: Tensor, top_M: Tensor) -> Tensor:
+    """`masses` [M, V] with 0 for scores below `lowest_M`."""
+    return masses(scores_MV, top_M[:, None]).where(scores_MV >= lowest_M[:, None], 0)
+
+
+def distances(scores: Tensor, top: Tensor) -> Tensor:
+    """Distance from `top` in eighths, at most 255, int64: grows as scores fall."""
+    eighths = (top - scores) * 8.0
+    return eighths.where(eighths < NUM_BINS - 1.0, NUM_BINS - 1.0).long()
+
+
+def ordered_keys(scores: Float32Array) -> Int64Array:
     """float32 as int64 in [0, 2^32), in the same order; -0 and 0 share a key."""
-    bits = (scores + 0.0).view(torch.int32).long()
-    return torch.where(bits >= 0, bits, _INT_MIN - bits) - _INT_MIN
+    bits = (scores + np.float32(0.0)).view(np.int32).astype(np.int64)
+    return np.where(bits >= 0, bits + (1 << 31), -bits)
 
 
-def score_of_key(keys: Tensor) -> Tensor:
-    """The inverse of `ordered_keys`, float32."""
-    bits = keys + _INT_MIN
-    bits = torch.where(bits >= 0, bits, _INT_MIN - bits)
-    return bits.to(torch.int32).view(torch.float32)
+def score_of_key(keys: Int64Array) -> Float32Array:
+    """The inverse of `ordered_keys`."""
+    bits = np.where(keys >= 1 << 31, keys - (1 << 31), -keys)
+    return bits.astype(np.int32).view(np.float32)
 
 
 class Vocabulary:
@@ -76,19 +94,19 @@ class Vocabulary:
 
     def __init__(self, ids_V: Tensor) -> None:
         self.ids_V = ids_V
+        self.ids = ids_V.cpu().numpy()
         self.spots_V = spots(ids_V)
-        self.void_V: Tensor | None = ids_V < 0
-        if not self.void_V.any():
-            self.void_V = None
+        self.void_V = ids_V < 0 if bool((ids_V < 0).any()) else None
         self.is_ascending = bool((ids_V[1:] > ids_V[:-1]).all())
-        self._column_of = torch.full((int(ids_V.max()) + 2,), -1, device=ids_V.device)
-        self._column_of[ids_V] = torch.arange(len(ids_V), device=ids_V.device)
+        self._column_of = np.full(int(self.ids.max()) + 2, -1)
+        self._column_of[self.ids] = np.arange(len(self.ids))
         self._column_of[-1] = -1  # where unknown ids and void columns point
 
-    def columns(self, ids: Tensor) -> Tensor:
-        """Columns of token ids, int64; -1 where this rank has none."""
+    def columns(self, ids: npt.ArrayLike) -> Int64Array:
+        """Columns of token ids; -1 where this rank has none."""
         last = len(self._column_of) - 1
-        return self._column_of[ids.where((ids >= 0) & (ids < last), last)]
+        wanted = np.asarray(ids, dtype=np.int64)
+        return self._column_of[np.where((wanted >= 0) & (wanted < last), wanted, last)]
 
 
 class LocalScores(Protocol):
@@ -100,41 +118,51 @@ class LocalScores(Protocol):
 
     vocab: Vocabulary
     logits: Tensor
-    index: Tensor
-    temperature: Tensor
+    index: Int64Array
+    temperature: Float32Array
 
-    def rows(self, index: Tensor, temperature: Tensor | None = None) -> LocalScores:
+    def rows(self, index: Int64Array, temperature: Float32Array | None = None) -> Self:
         """These of the rows only, with a temperature of their own if given."""
 
     def dense(self) -> Tensor:
         """All scores, float32 [M, V]."""
 
-    def best(self) -> tuple[Tensor, Tensor]:
-        """Largest logit (float32 [M]) and its column (int64 [M]); equal ones: the lowest id."""
+    def best(self) -> tuple[Float32Array, Int64Array]:
+        """Largest logit [M] and its column; equal ones: the lowest id."""
 
-    def top_n(self, n: int) -> tuple[Tensor, Tensor]:
+    def top_n(self, n: int) -> tuple[Float32Array, Int64Array]:
         """The n largest scores and their columns [M, n], largest first, equal ones by id.
 
         -inf and column 0 where a row has fewer finite ones.
         """
 
-    def total_mass(self, lowest_M: Tensor, top_M: Tensor) -> Tensor:
-        """Sum of `masses` of the scores >= `lowest_M`, int64 [M]."""
+    def weigh(self, scores_MC: Float32Array, top_M: Float32Array) -> Int64Array:
+        """`masses` of any scores of these rows, [M, C]."""
 
-    def histogram(
-        self, lowest_M: Tensor, top_M: Tensor | None, shift: int, prefix_M: Tensor
-    ) -> Tensor:
-        """Weights of scores >= `lowest_M` by the digit at `shift` of their `ordered_keys`.
+    def by_distance(self, lowest_M: Float32Array, top_M: Float32Array, is_mass: bool) -> Int64Array:
+        """Weights of the scores >= `lowest_M` by their `distances`, [M, 256]: masses or 1 each."""
 
-        Of keys whose higher digits are `prefix_M`; int64 [M, 256]. The weight is the mass
-        relative to `top_M`, or 1 without one.
+    def by_key(
+        self,
+        top_M: Float32Array,
+        is_mass: bool,
+        distance_M: Int64Array,
+        base_M: Int64Array,
+        width: int,
+        shift: int,
+    ) -> Int64Array:
+        """Weights by `(key - base_M) >> shift` of the scores at one distance, [M, 256].
+
+        Of those with keys in [base, base + width), width at most 256 << shift.
         """
 
-    def draw(self, key_M: Tensor, lowest_M: Tensor, start_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Largest score + noise among scores >= `lowest_M` (float64 [M]), and its column.
+    def draw(
+        self, key_M: Int64Array, lowest_M: Float32Array, start_M: Int64Array
+    ) -> tuple[Float64Array, Int64Array]:
+        """Largest score + noise among the scores >= `lowest_M`, and its column, [M] each.
 
-        `start_M`: the column of each row's best. Equal ones: the lowest id. -inf and column 0
-        where no score is left.
+        `key_M` are the rows' noise keys, `start_M` the columns of their bests. Equal ones: the
+        lowest id. -inf and column 0 where no score is left.
         """
 
 
@@ -142,66 +170,91 @@ class TorchScores:
     """`LocalScores` in torch."""
 
     def __init__(
-        self, logits: Tensor, vocab: Vocabulary, index: Tensor, temperature: Tensor
+        self, logits: Tensor, vocab: Vocabulary, index: Int64Array, temperature: Float32Array
     ) -> None:
         self.logits = logits
         self.vocab = vocab
         self.index = index
         self.temperature = temperature
 
-    def rows(self, index: Tensor, temperature: Tensor | None = None) -> TorchScores:
+    def rows(self, index: Int64Array, temperature: Float32Array | None = None) -> Self:
         if temperature is None:
             temperature = self.temperature[index]
         return type(self)(self.logits, self.vocab, self.index[index], temperature)
 
+    def on_device(self, array: npt.NDArray[Any]) -> Tensor:
+        """A small array beside the logits."""
+        return torch.from_numpy(array).to(self.logits.device)
+
     def dense(self) -> Tensor:
-        return self.logits[self.index] / self.temperature[:, None]
+        return self.logits[self.on_device(self.index)] / self.on_device(self.temperature)[:, None]
 
-    def best(self) -> tuple[Tensor, Tensor]:
-        return self._first(self.logits[self.index])
+    def best(self) -> tuple[Float32Array, Int64Array]:
+        return self._first(self.logits[self.on_device(self.index)])
 
-    def top_n(self, n: int) -> tuple[Tensor, Tensor]:
+    def top_n(self, n: int) -> tuple[Float32Array, Int64Array]:
         scores = self.dense()
         # Score and id as one number: no two are equal, so that topk has no choice.
-        keys = (ordered_keys(scores) << 31) + (_NO_ID - self.vocab.ids_V)
+        keys = (_keys(scores) << 31) + (_NO_ID - self.vocab.ids_V)
         columns = keys.topk(min(n, keys.shape[1])).indices
         values = scores.gather(1, columns)
-        columns = columns.where(values > float("-inf"), 0)
+        columns = columns.where(values > _NEG_INF, 0)
         missing = (0, n - values.shape[1])
-        pad = torch.nn.functional.pad
-        return pad(values, missing, value=float("-inf")), pad(columns, missing)
+        values = torch.nn.functional.pad(values, missing, value=_NEG_INF)
+        columns = torch.nn.functional.pad(columns, missing)
+        return values.cpu().numpy(), columns.cpu().numpy()
 
-    def total_mass(self, lowest_M: Tensor, top_M: Tensor) -> Tensor:
-        return kept_masses(self.dense(), lowest_M, top_M).sum(-1)
+    def weigh(self, scores_MC: Float32Array, top_M: Float32Array) -> Int64Array:
+        return masses(torch.from_numpy(scores_MC), torch.from_numpy(top_M)[:, None]).numpy()
 
-    def histogram(
-        self, lowest_M: Tensor, top_M: Tensor | None, shift: int, prefix_M: Tensor
-    ) -> Tensor:
+    def by_distance(self, lowest_M: Float32Array, top_M: Float32Array, is_mass: bool) -> Int64Array:
+        scores, top = self.dense(), self.on_device(top_M)[:, None]
+        is_kept = scores >= self.on_device(lowest_M)[:, None]
+        return self._binned(scores, top, is_mass, distances(scores, top), is_kept)
+
+    def by_key(
+        self,
+        top_M: Float32Array,
+        is_mass: bool,
+        distance_M: Int64Array,
+        base_M: Int64Array,
+        width: int,
+        shift: int,
+    ) -> Int64Array:
+        scores, top = self.dense(), self.on_device(top_M)[:, None]
+        place = _keys(scores) - self.on_device(base_M)[:, None]
+        is_wanted = (place >= 0) & (place < width)
+        is_wanted &= distances(scores, top) == self.on_device(distance_M)[:, None]
+        return self._binned(scores, top, is_mass, place >> shift, is_wanted)
+
+    def draw(
+        self, key_M: Int64Array, lowest_M: Float32Array, start_M: Int64Array
+    ) -> tuple[Float64Array, Int64Array]:
         scores = self.dense()
-        keys = ordered_keys(scores)
-        is_wanted = (keys >> (shift + RADIX_BITS) == prefix_M[:, None]) & (
-            scores >= lowest_M[:, None]
-        )
-        weight = torch.ones_like(keys) if top_M is None else masses(scores, top_M[:, None])
-        bins = keys.new_zeros(len(keys), _NUM_BINS)
-        digit = (keys >> shift) & (_NUM_BINS - 1)
-        return bins.scatter_add_(1, digit, weight.where(is_wanted, 0))
+        noisy = scores.double() + gumbel(self.on_device(key_M)[:, None], self.vocab.ids_V)
+        is_kept = scores >= self.on_device(lowest_M)[:, None]
+        values, columns = self._first(noisy.where(is_kept, _NEG_INF))
+        return values, np.where(values > _NEG_INF, columns, 0)
 
-    def draw(self, key_M: Tensor, lowest_M: Tensor, start_M: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.dense()
-        noisy = scores.double() + gumbel(key_M[:, None], self.vocab.ids_V)
-        values, columns = self._first(noisy.where(scores >= lowest_M[:, None], float("-inf")))
-        return values, columns.where(values > float("-inf"), 0)
-
-    def _first(self, values_MV: Tensor) -> tuple[Tensor, Tensor]:
+    def _first(self, values_MV: Tensor) -> tuple[npt.NDArray[Any], Int64Array]:
         """Largest value of each row, and of its columns the one with the lowest id."""
         best, columns = values_MV.max(-1)
         if not self.vocab.is_ascending:
             ids = self.vocab.ids_V.where(values_MV == best[:, None], _NO_ID)
             columns = ids.argmin(-1)
-        return best, columns
+        return best.cpu().numpy(), columns.cpu().numpy()
+
+    @staticmethod
+    def _binned(
+        scores: Tensor, top: Tensor, is_mass: bool, bins: Tensor, is_wanted: Tensor
+    ) -> Int64Array:
+        weight = masses(scores, top) if is_mass else torch.ones_like(bins)
+        total = bins.new_zeros(len(bins), NUM_BINS)
+        total.scatter_add_(1, bins.where(is_wanted, 0), weight.where(is_wanted, 0))
+        return total.cpu().numpy()
 
 
-def kept_masses(scores: Tensor, lowest_M: Tensor, top_M: Tensor) -> Tensor:
-    """`masses` [M, V] with 0 for scores below `lowest_M`."""
-    return masses(scores, top_M[:, None]).where(scores >= lowest_M[:, None], 0)
+def _keys(scores: Tensor) -> Tensor:
+    """`ordered_keys` on the scores' device."""
+    bits = (scores + 0.0).view(torch.int32).long()
+    return torch.where(bits >= 0, bits + (1 << 31), -bits)

@@ -1,7 +1,7 @@
 """Rows of scores split by vocabulary over ranks, without moving scores. One rank is a case of many.
 
 Shape suffixes: M rows, V this rank's part of the vocabulary. Every rank gets equal results: what
-crosses is a few numbers a row (16 bytes for a maximum, 520 for a threshold; 2 KB in each of four
+crosses is a few numbers a row (16 bytes for a maximum, 520 for a threshold; 2 KB in each of a few
 rounds for the rare threshold that lies behind the candidates), combined by the same arithmetic
 everywhere. Ties go to the lowest id.
 
@@ -12,33 +12,44 @@ happen follows only from values that every rank has, so the ranks cannot get out
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from actors.sampling.scores import MASS_UNIT, RADIX_BITS, LocalScores, masses, score_of_key
+from actors.sampling.scores import (
+    MASS_UNIT,
+    NUM_BINS,
+    Float64Array,
+    LocalScores,
+    ordered_keys,
+    score_of_key,
+)
+from actors.sampling.uniforms import Int64Array
+from actors.steps.messages import Float32Array
 from parallel.groups import TPGroup
 
 # Scores a rank sends where a threshold is asked for; user settings of top_k lie below.
 NUM_CANDIDATES = 128
-_NUM_BINS = 1 << RADIX_BITS
+_RADIX_BITS = 8
+_NEG_INF = np.float32("-inf")
 
 
 class Candidates(NamedTuple):
     """Scores known to every rank, float32 [M, C] descending: all above `floor_M` of the row."""
 
-    scores_MC: Tensor
-    floor_M: Tensor
+    scores_MC: Float32Array
+    floor_M: Float32Array
 
-    def rows(self, index: Tensor) -> Candidates:
+    def rows(self, index: Int64Array) -> Candidates:
         """These rows only."""
         return Candidates(self.scores_MC[index], self.floor_M[index])
 
-    def without(self, lowest_M: Tensor) -> Candidates:
+    def without(self, lowest_M: Float32Array) -> Candidates:
         """With everything below `lowest_M` excluded; a floor below it hides nothing."""
-        scores = self.scores_MC.where(self.scores_MC >= lowest_M[:, None], float("-inf"))
-        return Candidates(scores, self.floor_M.where(self.floor_M >= lowest_M, float("-inf")))
+        scores = np.where(self.scores_MC >= lowest_M[:, None], self.scores_MC, _NEG_INF)
+        return Candidates(scores, np.where(self.floor_M >= lowest_M, self.floor_M, _NEG_INF))
 
 
 class ShardedScores:
@@ -53,132 +64,169 @@ class ShardedScores:
         self.local = local
         self.group = group
 
-    def rows(self, index: Tensor, temperature: Tensor | None = None) -> ShardedScores:
+    def rows(self, index: Int64Array, temperature: Float32Array | None = None) -> ShardedScores:
         """The same shards, these rows only, with a temperature of their own if given."""
         return ShardedScores(self.local.rows(index, temperature), self.group)
 
+    def from_all(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """What each rank has, [size, ...]."""
+        if self.group.size == 1:
+            return array[None]
+        sent = torch.from_numpy(np.ascontiguousarray(array)).to(self.local.logits.device)
+        found: npt.NDArray[Any] = self.group.all_gather(sent).cpu().numpy()
+        return found
+
     # --- one round, a few numbers a row -------------------------------------------------------
 
-    def best(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Largest logit (float64 [M]), its id (int64 [M]), and this rank's best column.
-
-        A NaN anywhere wins.
-        """
+    def best(self) -> tuple[Float32Array, Int64Array, Int64Array]:
+        """Largest logit, its id, and this rank's best column, [M] each. A NaN anywhere wins."""
         values, columns = self.local.best()
-        return *self.best_of(values, columns), columns
+        best, ids = self.best_of(values, columns)
+        return best.astype(np.float32), ids, columns
 
-    def draw(self, key_M: Tensor, lowest_M: Tensor, start_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Largest score + Gumbel noise of scores >= `lowest_M` (float64 [M]), and its id.
+    def draw(self, key_M: Int64Array, lowest_M: Float32Array, start_M: Int64Array) -> Int64Array:
+        """Ids of the largest score + Gumbel noise among scores >= `lowest_M`.
 
-        `start_M`: this rank's best columns, from `best`.
+        `key_M`: the rows' noise keys. `start_M`: this rank's best columns, from `best`.
         """
-        return self.best_of(*self.local.draw(key_M, lowest_M, start_M))
+        return self.best_of(*self.local.draw(key_M, lowest_M, start_M))[1]
 
-    def best_of(self, values_M: Tensor, columns_M: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of the ranks' values (float64 [M]) and its id; equal ones: the lowest."""
-        ids = self.local.vocab.ids_V[columns_M]
-        pairs = self.group.all_gather(torch.stack([values_M.double(), ids.double()], -1))
-        values, ids = pairs.unbind(-1)
-        best = values.max(0).values
-        is_best = (values == best) | values.isnan()
-        return best, ids.where(is_best, float("inf")).min(0).values.long()
+    def best_of(
+        self, values_M: npt.NDArray[Any], columns_M: Int64Array
+    ) -> tuple[Float64Array, Int64Array]:
+        """The largest of the ranks' values and its id; equal ones: the lowest."""
+        pairs = np.stack([values_M, self.local.vocab.ids[columns_M]], -1, dtype=np.float64)
+        pairs = self.from_all(pairs)
+        values, ids = pairs[..., 0], pairs[..., 1]
+        best = values.max(0)
+        is_best = (values == best) | np.isnan(values)
+        return best, np.where(is_best, ids, np.inf).min(0).astype(np.int64)
 
-    def gather(self, ids_M: Tensor) -> Tensor:
-        """The score of one token a row, float32 [M]; -inf where no column stands for it."""
+    def gather(self, ids_M: Int64Array) -> Float32Array:
+        """The score of one token a row; -inf where no column stands for it."""
         local = self.local
         column = local.vocab.columns(ids_M)
-        found = local.logits[local.index, column.clamp_min(0)] / local.temperature
-        return self.group.all_gather(found.where(column >= 0, float("-inf"))).max(0).values
+        device = local.logits.device
+        index = torch.from_numpy(local.index).to(device)
+        found = local.logits[index, torch.from_numpy(column.clip(0)).to(device)].cpu().numpy()
+        scores = self.from_all(np.where(column >= 0, found / local.temperature, _NEG_INF))
+        best: Float32Array = scores.max(0)
+        return best
 
-    def total_mass(self, lowest_M: Tensor, top_M: Tensor) -> Tensor:
-        """Mass of the scores >= `lowest_M` over the whole vocabulary, int64 [M]."""
-        return self.group.all_gather(self.local.total_mass(lowest_M, top_M)).sum(0)
+    def total_mass(self, lowest_M: Float32Array, top_M: Float32Array) -> Int64Array:
+        """Mass of the scores >= `lowest_M` over the whole vocabulary."""
+        bins = self.local.by_distance(lowest_M, top_M, True)
+        total: Int64Array = self.from_all(bins.sum(-1)).sum(0)
+        return total
 
-    def top_n(self, n: int) -> tuple[Tensor, Tensor]:
-        """Scores (float32) and ids (int64) of the `n` largest, [M, n], largest first."""
+    def top_n(self, n: int) -> tuple[Float32Array, Int64Array]:
+        """Scores and ids of the `n` largest, [M, n], largest first."""
         values, columns = self.local.top_n(n)
-        ids = self.local.vocab.ids_V[columns]
-        sent = self.group.all_gather(torch.stack([values.double(), ids.double()], -1))
-        merged = sent.transpose(0, 1).flatten(1, 2)  # [M, size * n, 2]
-        # By value, equal values by id: sort by the second key first.
-        merged = merged.gather(1, merged[..., 1:].argsort(1).expand(-1, -1, 2))
-        order = merged[..., 0].argsort(dim=1, descending=True, stable=True)[:, :n]
-        chosen = merged.gather(1, order[..., None].expand(-1, -1, 2))
-        return chosen[..., 0].float(), chosen[..., 1].long()
+        ids = self.local.vocab.ids[columns]
+        sent = self.from_all(np.stack([values, ids], -1, dtype=np.float64))
+        merged = sent.transpose(1, 0, 2, 3).reshape(len(values), -1, 2)
+        # By value, equal values by id.
+        order = np.lexsort((merged[..., 1], -merged[..., 0]), axis=-1)[:, :n]
+        chosen = np.take_along_axis(merged, order[..., None], 1)
+        return chosen[..., 0].astype(np.float32), chosen[..., 1].astype(np.int64)
 
     # --- thresholds ---------------------------------------------------------------------------
 
     def candidates(self) -> Candidates:
         """The largest scores of every rank, on every rank: nearly always enough for a threshold."""
-        sent = self.group.all_gather(self.local.top_n(NUM_CANDIDATES)[0])  # [size, M, candidates]
-        merged = sent.transpose(0, 1).flatten(1).sort(-1, descending=True).values
+        sent = self.from_all(self.local.top_n(NUM_CANDIDATES)[0])  # [size, M, candidates]
+        merged = sent[0]
+        if len(sent) > 1:
+            merged = -np.sort(-sent.transpose(1, 0, 2).reshape(sent.shape[1], -1), -1)
         # A rank with fewer tokens sent padding: nothing of it is unknown.
-        return Candidates(merged, sent[:, :, -1].max(0).values)
+        return Candidates(merged, sent[:, :, -1].max(0))
 
-    def kth_largest(self, k_M: Tensor, known: Candidates) -> Tensor:
-        """The k-th largest score of each row, float32 [M].
+    def kth_largest(self, k_M: Int64Array, top_M: Float32Array, known: Candidates) -> Float32Array:
+        """The k-th largest score of each row.
 
         Args:
-            k_M: int64, from 1 to the vocabulary's size.
+            k_M: From 1 to the vocabulary's size.
+            top_M: Largest score of each row over all ranks.
             known: Of these rows.
         """
-        column = (k_M - 1).clamp_max(known.scores_MC.shape[1] - 1)
-        found = known.scores_MC.gather(1, column[:, None])[:, 0]
-        is_known = (k_M - 1 == column) & (found >= known.floor_M) & (found > float("-inf"))
-        open_rows = (~is_known).nonzero()[:, 0]
-        if len(open_rows):
-            everything = torch.full_like(found[open_rows], float("-inf"))
-            found[open_rows] = self.rows(open_rows)._threshold(k_M[open_rows], everything, None)
+        column = (k_M - 1).clip(max=known.scores_MC.shape[1] - 1)
+        found = np.take_along_axis(known.scores_MC, column[:, None], 1)[:, 0]
+        is_known = (k_M - 1 == column) & (found >= known.floor_M) & (found > _NEG_INF)
+        rest = np.flatnonzero(~is_known)
+        if len(rest):
+            shard, top = self.rows(rest), top_M[rest]
+            lowest = np.full_like(top, _NEG_INF)
+            bins = shard.local.by_distance(lowest, top, False)
+            found[rest] = shard._threshold(bins, k_M[rest], lowest, top, is_mass=False)
         return found
 
     def nucleus(
-        self, top_p_M: Tensor, lowest_M: Tensor, top_M: Tensor, known: Candidates
-    ) -> Tensor:
-        """Smallest score of the likeliest tokens whose mass reaches `top_p_M`: float32 [M].
+        self, top_p_M: Float64Array, lowest_M: Float32Array, top_M: Float32Array, known: Candidates
+    ) -> Float32Array:
+        """Smallest score of the likeliest tokens whose mass reaches `top_p_M`.
 
         Args:
-            top_p_M: Share of the softmax over the scores >= `lowest_M`, float64.
+            top_p_M: Share of the softmax over the scores >= `lowest_M`.
             lowest_M: Scores below take no part.
             top_M: Largest score of each row over all ranks.
             known: Of these rows.
         """
         known = known.without(lowest_M)
-        needed = mass_needed(self.total_mass(lowest_M, top_M), top_p_M)
-        reached = masses(known.scores_MC, top_M[:, None]).cumsum(-1)
+        bins = self.local.by_distance(lowest_M, top_M, True)
+        total = self.from_all(bins.sum(-1)).sum(0)
+        needed = np.ceil(total * top_p_M).astype(np.int64).clip(1, total)
+        reached = self.local.weigh(known.scores_MC, top_M).cumsum(-1)
         column = (reached < needed[:, None]).sum(-1)
         last = known.scores_MC.shape[1] - 1
-        found = known.scores_MC.gather(1, column.clamp_max(last)[:, None])[:, 0]
-        open_rows = ((column > last) | (found < known.floor_M)).nonzero()[:, 0]
-        if len(open_rows):
-            found[open_rows] = self.rows(open_rows)._threshold(
-                needed[open_rows], lowest_M[open_rows], top_M[open_rows]
+        found = np.take_along_axis(known.scores_MC, column.clip(max=last)[:, None], 1)[:, 0]
+        rest = np.flatnonzero((column > last) | (found < known.floor_M))
+        if len(rest):
+            found[rest] = self.rows(rest)._threshold(
+                bins[rest], needed[rest], lowest_M[rest], top_M[rest], is_mass=True
             )
         return found
 
-    def _threshold(self, needed_M: Tensor, lowest_M: Tensor, top_M: Tensor | None) -> Tensor:
-        """Largest score t with weight(scores >= t) >= needed, found digit by digit.
+    def _threshold(
+        self,
+        bins_MB: Int64Array,
+        needed_M: Int64Array,
+        lowest_M: Float32Array,
+        top_M: Float32Array,
+        *,
+        is_mass: bool,
+    ) -> Float32Array:
+        """Largest score t with weight(scores >= t) >= needed, not below `lowest_M`.
 
-        Weights: masses relative to `top_M` of the scores >= `lowest_M`, or 1 without `top_M`.
+        First its distance from the top, from this rank's histogram `bins_MB`; then, among the
+        scores at that distance, digit by digit of its key.
         """
-        prefix = torch.zeros_like(needed_M)  # digits found so far
-        for shift in range(32 - RADIX_BITS, -1, -RADIX_BITS):
-            bins = self.local.histogram(lowest_M, top_M, shift, prefix)
-            bins = self.group.all_gather(bins).sum(0)
-            # Weight of this digit and all larger ones; never too little in digit 0, where the
-            # rounds before have made sure that enough is left.
-            reached = bins.flip(-1).cumsum(-1).flip(-1)
-            chosen = (reached >= needed_M[:, None]).sum(-1).clamp_min(1) - 1
-            larger = reached.gather(1, (chosen + 1).clamp_max(_NUM_BINS - 1)[:, None])[:, 0]
-            needed_M = needed_M - larger.where(chosen + 1 < _NUM_BINS, 0)
-            prefix = (prefix << RADIX_BITS) | chosen
-        return score_of_key(prefix)
+        reached = self.from_all(bins_MB).sum(0).cumsum(-1)
+        distance = (reached < needed_M[:, None]).sum(-1).clip(max=NUM_BINS - 1)
+        nearer = np.take_along_axis(reached, (distance - 1).clip(0)[:, None], 1)[:, 0]
+        needed_M = needed_M - np.where(distance > 0, nearer, 0)
+        # Keys of all scores at that distance, and a few more: distances were rounded.
+        top = top_M.astype(np.float64)
+        least = np.nextafter((top - (distance + 1) * 0.12500001).astype(np.float32), _NEG_INF)
+        least = np.maximum(np.where(distance < NUM_BINS - 1, least, _NEG_INF), lowest_M)
+        most = np.nextafter((top - distance * 0.12499999).astype(np.float32), -_NEG_INF)
+        base = ordered_keys(least)
+        width = max(int((ordered_keys(np.minimum(most, top_M)) - base).max()), 0) + 1
+        shift = max(width.bit_length() - _RADIX_BITS, 0)
+        while True:
+            bins = self.local.by_key(top_M, is_mass, distance, base, width, shift)
+            # Weight of a digit and all larger ones; never too little in digit 0, where the rounds
+            # before have made sure that enough is left.
+            reached = self.from_all(bins).sum(0)[:, ::-1].cumsum(-1)[:, ::-1]
+            chosen = (reached >= needed_M[:, None]).sum(-1).clip(1) - 1
+            larger = np.take_along_axis(reached, (chosen + 1).clip(max=NUM_BINS - 1)[:, None], 1)
+            needed_M = needed_M - np.where(chosen + 1 < NUM_BINS, larger[:, 0], 0)
+            base = base + (chosen << shift)
+            if shift == 0:
+                return score_of_key(base)
+            width, shift = 1 << shift, max(shift - _RADIX_BITS, 0)
 
 
-def mass_needed(total_M: Tensor, top_p_M: Tensor) -> Tensor:
-    """Mass (in units, int64, at least 1) that a nucleus of `top_p_M` must reach."""
-    return (total_M.double() * top_p_M).ceil().long().clamp(min=1).minimum(total_M)
-
-
-def log_of(mass: Tensor) -> Tensor:
-    """Natural logarithm of a mass over that of the likeliest token, float64."""
-    return (mass.double() / MASS_UNIT).log()
+def log_of(mass: Int64Array) -> Float64Array:
+    """Natural logarithm of a mass over that of the likeliest token."""
+    logs: Float64Array = np.log(mass.clip(1) / MASS_UNIT)  # rows of NaN may have any mass
+    return logs

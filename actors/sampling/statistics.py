@@ -15,15 +15,17 @@ from torch import Tensor
 from actors.sampling.noise import gumbel
 from actors.sampling.processors import keys_of
 from actors.sampling.rows import Columns, LogitsRow
-from actors.sampling.scores import MASS_UNIT, kept_masses, masses
+from actors.sampling.scores import MASS_UNIT, Float64Array, kept_masses, masses
 from actors.sampling.shards import ShardedScores, log_of
-from actors.sampling.uniforms import Stream
-from actors.steps.messages import Stat
+from actors.sampling.uniforms import Int64Array, Stream
+from actors.steps.messages import Float32Array, Stat
 
-_NEG_INF = float("-inf")
+_NEG_INF = np.float32("-inf")
 
 
-def logprob_columns(raw: ShardedScores, rows: Sequence[LogitsRow], sampled_N: Tensor) -> Columns:
+def logprob_columns(
+    raw: ShardedScores, rows: Sequence[LogitsRow], sampled_N: Int64Array
+) -> Columns:
     """LOGPROB, and TOP_IDS with TOP_LOGPROBS, where a request asks.
 
     Raw: log-softmax before masks and temperature. `sampled_N` is -1 for void rows.
@@ -32,24 +34,20 @@ def logprob_columns(raw: ShardedScores, rows: Sequence[LogitsRow], sampled_N: Te
     asked = np.flatnonzero(wants >= 0)
     if len(asked) == 0:
         return {}
-    index = torch.from_numpy(asked).to(sampled_N.device)
-    raw, sampled = raw.rows(index), sampled_N[index]
-    top = raw.best()[0].float()
-    total = raw.total_mass(torch.full_like(top, _NEG_INF), top)
-    log_total = top.double() + log_of(total)
-    found = raw.gather(sampled).double() - log_total
+    raw, sampled = raw.rows(asked), sampled_N[asked]
+    top = raw.best()[0]
+    log_total = top + log_of(raw.total_mass(np.full_like(top, _NEG_INF), top))
     logprobs = np.full(len(rows), np.nan, dtype=np.float32)
-    logprobs[asked] = found.where(sampled >= 0, float("nan")).float().cpu().numpy()
+    logprobs[asked] = np.where(sampled >= 0, raw.gather(sampled) - log_total, np.nan)
     columns: Columns = {Stat.LOGPROB: logprobs}
     num_top = int(wants.max())
     if num_top > 0:
         values, ids = raw.top_n(num_top)
-        values = (values.double() - log_total[:, None]).float()
+        columns[Stat.TOP_IDS] = np.zeros((len(rows), num_top), dtype=np.int32)
+        columns[Stat.TOP_LOGPROBS] = np.zeros((len(rows), num_top), dtype=np.float32)
         has_top = wants[asked] > 0
-        for name, column in ((Stat.TOP_IDS, ids.int()), (Stat.TOP_LOGPROBS, values)):
-            found_NT = column.cpu().numpy()
-            columns[name] = np.zeros((len(rows), num_top), dtype=found_NT.dtype)
-            columns[name][asked[has_top]] = found_NT[has_top]
+        columns[Stat.TOP_IDS][asked[has_top]] = ids[has_top]
+        columns[Stat.TOP_LOGPROBS][asked[has_top]] = (values - log_total[:, None])[has_top]
     return columns
 
 
@@ -61,12 +59,12 @@ class Law:
     """
 
     scores: ShardedScores
-    top_N: Tensor
-    lowest_N: Tensor
-    sampled_N: Tensor
-    is_greedy_N: Tensor
+    top_N: Float32Array
+    lowest_N: Float32Array
+    sampled_N: Int64Array
+    is_greedy_N: npt.NDArray[np.bool_]
 
-    def rows(self, index: Tensor) -> Law:
+    def rows(self, index: Int64Array) -> Law:
         """These rows only."""
         return Law(
             self.scores.rows(index),
@@ -77,35 +75,43 @@ class Law:
         )
 
     @cached_property
-    def total_N(self) -> Tensor:
-        """Mass of what is kept, int64 [N]."""
+    def total_N(self) -> Int64Array:
+        """Mass of what is kept."""
         return self.scores.total_mass(self.lowest_N, self.top_N)
 
-    def probability(self, ids_N: Tensor) -> Tensor:
-        """p of one token a row, float64 [N]."""
-        scores = self.scores.gather(ids_N)[:, None]
-        mass = kept_masses(scores, self.lowest_N, self.top_N)[:, 0]
-        sure = (ids_N == self.sampled_N).double()
-        return sure.where(self.is_greedy_N, mass.double() / self.total_N)
+    def probability(self, ids_N: Int64Array) -> Float64Array:
+        """p of one token a row."""
+        scores = self.scores.gather(ids_N)
+        mass = self.scores.local.weigh(scores[:, None], self.top_N)[:, 0]
+        drawn = np.where(scores >= self.lowest_N, mass, 0) / self.total_N
+        found: Float64Array = np.where(self.is_greedy_N, ids_N == self.sampled_N, drawn)
+        return found
 
     def probabilities(self) -> Tensor:
         """p of this rank's columns, float64 [N, V]."""
-        mass = kept_masses(self.scores.local.dense(), self.lowest_N, self.top_N)
-        sure = one_hot(self.scores, self.sampled_N)
-        return sure.where(self.is_greedy_N[:, None], mass.double() / self.total_N[:, None])
+        scores = self.scores.local.dense()
+        top, lowest, total, greedy = (
+            torch.from_numpy(a).to(scores.device)
+            for a in (self.top_N, self.lowest_N, self.total_N, self.is_greedy_N)
+        )
+        drawn = kept_masses(scores, lowest, top).double() / total[:, None]
+        return one_hot(self.scores, self.sampled_N).where(greedy[:, None], drawn)
 
-    def entropy(self, k: int) -> Tensor:
-        """-sum(p ln p) over the `k` likeliest tokens, float64 [N]; greedy rows: at temperature 1,
-        for the choice among near ties that it measures is there although it is not drawn."""
+    def entropy(self, k: int) -> Float64Array:
+        """-sum(p ln p) over the `k` likeliest tokens; greedy rows: at temperature 1, for the
+        doubt that it measures is there although nothing is drawn."""
         values = self.scores.top_n(k)[0]
-        logp = values.double() - (self.top_N.double() + log_of(self.total_N))[:, None]
+        logp = values - (self.top_N + log_of(self.total_N))[:, None]
         is_kept = (values >= self.lowest_N[:, None]) & (values > _NEG_INF)
-        return -(logp.exp() * logp).where(is_kept, 0.0).sum(-1)
+        logp = np.where(is_kept, logp, 0.0)
+        total: Float64Array = -np.where(is_kept, np.exp(logp) * logp, 0.0).sum(-1)
+        return total
 
 
-def one_hot(scores: ShardedScores, ids_N: Tensor) -> Tensor:
+def one_hot(scores: ShardedScores, ids_N: Int64Array) -> Tensor:
     """1 in the column of each row's token, float64 [N, V]."""
-    return (scores.local.vocab.ids_V == ids_N[:, None]).double()
+    ids_V = scores.local.vocab.ids_V
+    return (ids_V == torch.from_numpy(ids_N).to(ids_V.device)[:, None]).double()
 
 
 class DraftChecks:
@@ -124,14 +130,14 @@ class DraftChecks:
     ) -> None:
         self._law = law
         self._rows = rows
-        self._group = law.scores.group
-        self._ids = torch.tensor([row.draft_id for row in rows], device=law.top_N.device)
+        self._shard = law.scores
+        self._ids = np.array([row.draft_id for row in rows], dtype=np.int64)
         self._q = q
         self._entropy_top_k = entropy_top_k
 
-    def columns(self, needs: frozenset[Stat]) -> dict[Stat, Tensor]:
-        """float64, or int64 for ids, one item a row. Every rank asks for the same."""
-        made: dict[Stat, Callable[[], Tensor]] = {
+    def columns(self, needs: frozenset[Stat]) -> Columns:
+        """One item a row: float64, or int64 for ids. Every rank asks for the same."""
+        made: dict[Stat, Callable[[], npt.NDArray[Any]]] = {
             Stat.TARGET_PROB: lambda: self._law.probability(self._ids),
             Stat.DRAFT_PROB: self._draft_prob,
             Stat.RESIDUAL_MASS: lambda: self._residual[1],
@@ -145,36 +151,33 @@ class DraftChecks:
     def _draft_law(self) -> Tensor:
         """q of this rank's columns, float64 [N, V]."""
         if self._q is None:
-            return one_hot(self._law.scores, self._ids)
-        top = self._group.all_gather(self._q.max(-1).values).max(0).values
-        mass = masses(self._q, top[:, None])
-        return mass.double() / self._group.all_gather(mass.sum(-1)).sum(0)[:, None]
+            return one_hot(self._shard, self._ids)
+        best = self._shard.from_all(self._q.max(-1).values.cpu().numpy()).max(0)
+        mass = masses(self._q, torch.from_numpy(best).to(self._q.device)[:, None])
+        total = self._shard.from_all(mass.sum(-1).cpu().numpy()).sum(0)
+        return mass.double() / torch.from_numpy(total).to(mass.device)[:, None]
 
-    def _draft_prob(self) -> Tensor:
-        column = self._law.scores.local.vocab.columns(self._ids)
-        found = self._draft_law.gather(1, column.clamp_min(0)[:, None])[:, 0]
-        return self._group.all_gather(found.where(column >= 0, 0.0)).sum(0)
+    def _draft_prob(self) -> Float64Array:
+        column = self._shard.local.vocab.columns(self._ids)
+        places = torch.from_numpy(column.clip(0)[:, None]).to(self._draft_law.device)
+        found = self._draft_law.gather(1, places)[:, 0].cpu().numpy()
+        total: Float64Array = self._shard.from_all(np.where(column >= 0, found, 0.0)).sum(0)
+        return total
 
     @cached_property
-    def _residual(self) -> tuple[Tensor, Tensor]:
+    def _residual(self) -> tuple[Tensor, Float64Array]:
         """max(p - q, 0) of this rank's columns, and its sum, which has no order: integers."""
         excess = (self._law.probabilities() - self._draft_law).clamp_min(0.0)
         total = (excess * MASS_UNIT).round().long().sum(-1)
-        return excess, self._group.all_gather(total).sum(0).double() / MASS_UNIT
+        return excess, self._shard.from_all(total.cpu().numpy()).sum(0) / MASS_UNIT
 
-    def _residual_id(self) -> Tensor:
+    def _residual_id(self) -> Int64Array:
         excess, total = self._residual
         # p <= q everywhere up to rounding: only rounding rejects such a draft, and p replaces it.
-        excess = excess.where(total[:, None] > 0, self._law.probabilities())
-        keys = keys_of(self._rows, Stream.RESIDUAL, excess.device)
-        noise = gumbel(keys[:, None], self._law.scores.local.vocab.ids_V)
+        is_left = torch.from_numpy(total > 0).to(excess.device)
+        excess = excess.where(is_left[:, None], self._law.probabilities())
+        keys = torch.from_numpy(keys_of(self._rows, Stream.RESIDUAL)).to(excess.device)
+        noise = gumbel(keys[:, None], self._shard.local.vocab.ids_V)
         values, columns = (excess.log() + noise).max(-1)
-        return self._law.scores.best_of(values, columns)[1]
-
-
-def spread(stat: Stat, values: Tensor, index: Tensor, num_rows: int) -> npt.NDArray[Any]:
-    """A column over all rows from that of rows `index`: NaN, or -1 for ids, elsewhere."""
-    is_id = stat is Stat.RESIDUAL_ID
-    column = np.full(num_rows, -1 if is_id else np.nan, dtype=np.int32 if is_id else np.float64)
-    column[index.cpu().numpy()] = values.cpu().numpy()
-    return column
+        ids = self._shard.best_of(values.cpu().numpy(), columns.cpu().numpy())[1]
+        return np.where(self._law.sampled_N >= 0, ids, -1)
