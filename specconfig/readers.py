@@ -50,7 +50,7 @@ Entry = Reader | Planned | Fixed
 
 _LIMITS = "actors.verifier.limits:EngineLimits.from_config"
 _LOAD = "actors.model.trunk:Trunk"
-_HOST = "actors.model.host:load_model"
+_HOST = "actors.model.host:_load"
 _PLACE = "parallel.placement:place_replica"
 _TOKENIZER = "actors.startup.preflight:load_tokenizer"
 _APP = "deploy.app:build"
@@ -77,7 +77,7 @@ ENGINE_READERS: Mapping[str, Entry] = {
     "data_parallel_size": Reader("deploy.gang:take_seat", "parallel.data_parallel_size"),
     "pipeline_parallel_size": Fixed("1: layers are not spread over stages"),
     "enable_expert_parallel": Reader(
-        "actors.target.runner:TargetRunner", "parallel.enable_expert_parallel"
+        "actors.model.host:load_target", "parallel.enable_expert_parallel"
     ),
     "max_num_seqs": Reader(_LIMITS, "max_num_active_seqs"),
     "max_num_batched_tokens": Reader(_LIMITS, "scheduler.max_num_batched_tokens"),
@@ -119,7 +119,7 @@ ENGINE_READERS: Mapping[str, Entry] = {
 
 SPECULATIVE_READERS: Mapping[str, Entry] = {
     "method": _DRAFTER,
-    "model": Reader(_DRAFT_MODEL, "config.draft_model"),
+    "model": Reader("actors.model.host:load_draft", "config.draft_model"),
     "speculator_options": Fixed("handed to the drafter of a registered method that lists it"),
     "draft_tensor_parallel_size": Reader(
         "parallel.placement:drafter_seat", "config.draft_parallel"
