@@ -15,6 +15,11 @@
 
 #define W 8  /* floats a vector */
 #define B 64 /* columns a block; arrays by column are padded to a multiple */
+#define BINS 1024
+/* Columns to look at, below which waking threads takes longer: for passes that only compare, and
+ * for those that compute. */
+#define WORTH_COMPARING (1 << 19)
+#define WORTH_COMPUTING (1 << 16)
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(4 * W), aligned(4)));
@@ -51,7 +56,7 @@ static inline void divide(const float *x, float temperature, float s[B]) {
 /* Largest value and its column, the lowest id among equal ones; NaN if the row has one. */
 void row_max(const float *x, int64_t stride, const int64_t *index, int64_t M, int64_t V,
              const int64_t *ids, float *top, int64_t *column, int threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && threads > 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && M * V > WORTH_COMPARING)
   for (int64_t m = 0; m < M; m++) {
     const float *row = x + index[m] * stride;
     float spare[B], best = -INFINITY;
@@ -112,7 +117,7 @@ int top_n(const float *x, int64_t stride, const int64_t *index, const float *tem
           int64_t M, int64_t V, const int64_t *ids, int64_t n, float *values, int64_t *columns,
           int threads) {
   int64_t blocks = (V + B - 1) / B, failed = 0;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && threads > 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && M * V > WORTH_COMPUTING)
   for (int64_t m = 0; m < M; m++) {
     const float *row = x + index[m] * stride;
     for (int64_t i = 0; i < n; i++) values[m * n + i] = -INFINITY, columns[m * n + i] = 0;
@@ -204,11 +209,11 @@ void weigh(const float *values, const float *top, int64_t M, int64_t C, int64_t 
     }
 }
 
-/* A score's distance from the largest in eighths, at most 255: grows as scores fall. */
+/* A score's distance from the largest in 1/32, below BINS: grows as scores fall. */
 static inline void distances(const float *s, float top, int32_t distance[B]) {
   for (int i = 0; i < B; i += W) {
-    vf d = (splat(top) - *(const vf *)(s + i)) * splat(8.0f);
-    d = pick(d < splat(255.0f), d, splat(255.0f));
+    vf d = (splat(top) - *(const vf *)(s + i)) * splat(32.0f);
+    d = pick(d < splat(BINS - 1.0f), d, splat(BINS - 1.0f));
     *(vi *)(distance + i) = __builtin_convertvector(d, vi);
   }
 }
@@ -217,27 +222,30 @@ static inline void distances(const float *s, float top, int32_t distance[B]) {
 void by_distance(const float *x, int64_t stride, const int64_t *index, const float *temperature,
                  int64_t M, int64_t V, const float *lowest, const float *top, int64_t is_mass,
                  int64_t *bins, int threads) {
-  memset(bins, 0, M * 256 * sizeof(int64_t));
+  memset(bins, 0, M * BINS * sizeof(int64_t));
   int64_t half = (V / 2 + B - 1) / B * B;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (M * V > WORTH_COMPUTING)
   for (int64_t m = 0; m < M; m++)
     for (int part = 0; part < 2; part++) {
       const float *row = x + index[m] * stride;
       float spare[B], s[B], least = lowest[m];
       int32_t distance[B];
-      int64_t weight[B], sums[2][256] = {{0}}; /* two, so that neighbours do not wait */
+      int64_t weight[B], sums[2][BINS] = {{0}}; /* two, so that neighbours do not wait */
       if (is_mass && least < top[m] - 40.0f) least = top[m] - 40.0f; /* below, a mass is 0 */
       for (int64_t c = part ? half : 0, end = part ? V : half; c < end; c += B) {
         divide(block(row, c, V, spare), temperature[m], s);
         if (!(largest(s) >= least)) continue;
         distances(s, top[m], distance);
         if (is_mass) masses(s, top[m], weight);
-        int full = c + B <= V ? B : (int)(V - c);
-        for (int i = 0; i < full; i++)
-          sums[i & 1][distance[i]] += s[i] >= least ? (is_mass ? weight[i] : 1) : 0;
+        for (int i = 0; i < B; i++)
+          weight[i] = (s[i] >= least) & (c + i < V) ? (is_mass ? weight[i] : 1) : 0;
+        for (int i = 0; i < B; i += 2) {
+          sums[0][distance[i]] += weight[i];
+          sums[1][distance[i + 1]] += weight[i + 1];
+        }
       }
 #pragma omp critical
-      for (int i = 0; i < 256; i++) bins[m * 256 + i] += sums[0][i] + sums[1][i];
+      for (int i = 0; i < BINS; i++) bins[m * BINS + i] += sums[0][i] + sums[1][i];
     }
 }
 
@@ -249,19 +257,19 @@ static inline uint32_t ordered(float s) {
   return b >> 31 ? 0u - b : b | 0x80000000u;
 }
 
-/* Weights by (key - base) >> shift, of the scores at one distance whose keys are in
- * [base, base + width); at most 256 bins. */
+/* Weights by (last - key) >> shift, of the scores at one distance whose keys are in
+ * (last - width, last]; at most BINS bins. */
 void by_key(const float *x, int64_t stride, const int64_t *index, const float *temperature,
             int64_t M, int64_t V, const float *top, int64_t is_mass, const int64_t *distance,
-            const int64_t *base, int64_t width, int64_t shift, int64_t *bins, int threads) {
-  memset(bins, 0, M * 256 * sizeof(int64_t));
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && threads > 1)
+            const int64_t *last, int64_t width, int64_t shift, int64_t *bins, int threads) {
+  memset(bins, 0, M * BINS * sizeof(int64_t));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && M * V > WORTH_COMPUTING)
   for (int64_t m = 0; m < M; m++) {
     const float *row = x + index[m] * stride;
-    uint32_t first = (uint32_t)base[m], last = (uint32_t)(width - 1), key[B], digit[2 * B];
+    uint32_t largest_key = (uint32_t)last[m], most = (uint32_t)(width - 1), below[B], digit[2 * B];
     float spare[B], s[B], kept[2 * B];
     int32_t apart[B], hit[B], want = (int32_t)distance[m];
-    int64_t weight[B], *to = bins + m * 256;
+    int64_t weight[B], *to = bins + m * BINS;
     int count = 0;
     /* What counts is moved together first, and weighed a block at a time. */
     for (int64_t c = 0; c < V || count > 0; c += B) {
@@ -270,14 +278,15 @@ void by_key(const float *x, int64_t stride, const int64_t *index, const float *t
         divide(block(row, c, V, spare), temperature[m], s);
         distances(s, top[m], apart);
         for (int i = 0; i < B; i++) {
-          key[i] = ordered(s[i]);
-          hit[i] = (apart[i] == want) & (key[i] >= first) & (key[i] - first <= last);
+          uint32_t key = ordered(s[i]);
+          below[i] = largest_key - key;
+          hit[i] = (apart[i] == want) & (key <= largest_key) & (below[i] <= most);
           some |= hit[i];
         }
         if (!some) continue;
         for (int i = 0; i < B && c + i < V; i++) {
           kept[count] = s[i];
-          digit[count] = (key[i] - first) >> shift;
+          digit[count] = below[i] >> shift;
           count += hit[i];
         }
         if (count < B) continue;
@@ -319,7 +328,7 @@ static double noisy(float s, uint64_t hash) {
 void draw(const float *x, int64_t stride, const int64_t *index, const float *temperature,
           int64_t M, int64_t V, const int64_t *ids, const uint64_t *spots, const float *lowest,
           const int64_t *key, const int64_t *start, double *total, int64_t *column, int threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && threads > 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && M * V > WORTH_COMPUTING)
   for (int64_t m = 0; m < M; m++) {
     const float *row = x + index[m] * stride;
     uint64_t k = (uint64_t)key[m], hash[B];

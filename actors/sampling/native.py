@@ -97,12 +97,12 @@ class NativeScores(TorchScores):
         top_M: Float32Array,
         is_mass: bool,
         distance_M: Int64Array,
-        base_M: Int64Array,
+        last_M: Int64Array,
         width: int,
         shift: int,
     ) -> Int64Array:
         bins = np.empty((len(self.index), NUM_BINS), np.int64)
-        self._call("by_key", top_M, is_mass, distance_M, base_M, width, shift, bins)
+        self._call("by_key", top_M, is_mass, distance_M, last_M, width, shift, bins)
         return bins
 
     def draw(
@@ -126,8 +126,8 @@ class NativeScores(TorchScores):
 
 
 def _address(array: npt.NDArray[Any]) -> int:
-    found: int = array.__array_interface__["data"][0]
-    return found
+    """Of an array's data, by the way that takes least time."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def vocabulary(ids_V: Tensor) -> Vocabulary:

@@ -125,7 +125,9 @@ class Sampler:
             sampled[drawn] = scores.rows(drawn).draw(keys, lowest[drawn], start[drawn])
 
         columns: Columns = {Stat.SAMPLED: sampled.astype(np.int32)}
-        raw = ShardedScores(local_scores(raw_logits, vocab), self._group)
+        raw = plain
+        if changed is not raw_logits:
+            raw = ShardedScores(local_scores(raw_logits, vocab), self._group)
         columns.update(logprob_columns(raw, rows, sampled))
         if self._needs:
             law = Law(scores, top, lowest, sampled, laws.is_greedy)

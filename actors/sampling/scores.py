@@ -31,7 +31,7 @@ _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
 _EVEN = (1 / 40320, 1 / 720, 1 / 24, 0.5, 1.0)
 _ODD = (1 / 362880, 1 / 5040, 1 / 120, 1 / 6, 1.0)
 # Bins of a histogram, by distance from the largest score or by a digit of the keys.
-NUM_BINS = 256
+NUM_BINS = 1024
 _NO_ID = (1 << 31) - 1
 _NEG_INF = float("-inf")
 
@@ -67,9 +67,9 @@ def kept_masses(scores_MV: Tensor, lowest_M: Tensor, top_M: Tensor) -> Tensor:
 
 
 def distances(scores: Tensor, top: Tensor) -> Tensor:
-    """Distance from `top` in eighths, at most 255, int64: grows as scores fall."""
-    eighths = (top - scores) * 8.0
-    return eighths.where(eighths < NUM_BINS - 1.0, NUM_BINS - 1.0).long()
+    """Distance from `top` in 1/32, below NUM_BINS, int64: grows as scores fall."""
+    steps = (top - scores) * 32.0
+    return steps.where(steps < NUM_BINS - 1.0, NUM_BINS - 1.0).long()
 
 
 def ordered_keys(scores: Float32Array) -> Int64Array:
@@ -140,20 +140,23 @@ class LocalScores(Protocol):
         """`masses` of any scores of these rows, [M, C]."""
 
     def by_distance(self, lowest_M: Float32Array, top_M: Float32Array, is_mass: bool) -> Int64Array:
-        """Weights of the scores >= `lowest_M` by their `distances`, [M, 256]: masses or 1 each."""
+        """Weights of the scores >= `lowest_M` by their `distances`, [M, NUM_BINS].
+
+        Weights are masses, or 1 each.
+        """
 
     def by_key(
         self,
         top_M: Float32Array,
         is_mass: bool,
         distance_M: Int64Array,
-        base_M: Int64Array,
+        last_M: Int64Array,
         width: int,
         shift: int,
     ) -> Int64Array:
-        """Weights by `(key - base_M) >> shift` of the scores at one distance, [M, 256].
+        """Weights by `(last_M - key) >> shift` of the scores at one distance, [M, NUM_BINS].
 
-        Of those with keys in [base, base + width), width at most 256 << shift.
+        Of those with keys in (last - width, last], width at most NUM_BINS << shift.
         """
 
     def draw(
@@ -217,12 +220,12 @@ class TorchScores:
         top_M: Float32Array,
         is_mass: bool,
         distance_M: Int64Array,
-        base_M: Int64Array,
+        last_M: Int64Array,
         width: int,
         shift: int,
     ) -> Int64Array:
         scores, top = self.dense(), self.on_device(top_M)[:, None]
-        place = _keys(scores) - self.on_device(base_M)[:, None]
+        place = self.on_device(last_M)[:, None] - _keys(scores)
         is_wanted = (place >= 0) & (place < width)
         is_wanted &= distances(scores, top) == self.on_device(distance_M)[:, None]
         return self._binned(scores, top, is_mass, place >> shift, is_wanted)

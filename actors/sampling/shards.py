@@ -1,9 +1,9 @@
 """Rows of scores split by vocabulary over ranks, without moving scores. One rank is a case of many.
 
 Shape suffixes: M rows, V this rank's part of the vocabulary. Every rank gets equal results: what
-crosses is a few numbers a row (16 bytes for a maximum, 520 for a threshold; 2 KB in each of a few
-rounds for the rare threshold that lies behind the candidates), combined by the same arithmetic
-everywhere. Ties go to the lowest id.
+crosses is a few numbers a row (16 bytes for a maximum, 520 for a threshold; 8 KB in each of about
+three rounds for the rare threshold that lies behind the candidates), combined by the same
+arithmetic everywhere. Ties go to the lowest id.
 
 Results do not depend on how the vocabulary is split. Maxima and counts are exact by nature;
 probability masses are summed as integers (`masses`), whose sum has no order. Which exchanges
@@ -32,7 +32,7 @@ from parallel.groups import TPGroup
 
 # Scores a rank sends where a threshold is asked for; user settings of top_k lie below.
 NUM_CANDIDATES = 128
-_RADIX_BITS = 8
+_RADIX_BITS = 10
 _NEG_INF = np.float32("-inf")
 
 
@@ -150,7 +150,7 @@ class ShardedScores:
             known: Of these rows.
         """
         column = (k_M - 1).clip(max=known.scores_MC.shape[1] - 1)
-        found = np.take_along_axis(known.scores_MC, column[:, None], 1)[:, 0]
+        found: Float32Array = known.scores_MC[np.arange(len(column)), column]
         is_known = (k_M - 1 == column) & (found >= known.floor_M) & (found > _NEG_INF)
         rest = np.flatnonzero(~is_known)
         if len(rest):
@@ -178,7 +178,7 @@ class ShardedScores:
         reached = self.local.weigh(known.scores_MC, top_M).cumsum(-1)
         column = (reached < needed[:, None]).sum(-1)
         last = known.scores_MC.shape[1] - 1
-        found = np.take_along_axis(known.scores_MC, column.clip(max=last)[:, None], 1)[:, 0]
+        found: Float32Array = known.scores_MC[np.arange(len(column)), column.clip(max=last)]
         rest = np.flatnonzero((column > last) | (found < known.floor_M))
         if len(rest):
             found[rest] = self.rows(rest)._threshold(
@@ -200,30 +200,31 @@ class ShardedScores:
         First its distance from the top, from this rank's histogram `bins_MB`; then, among the
         scores at that distance, digit by digit of its key.
         """
-        reached = self.from_all(bins_MB).sum(0).cumsum(-1)
-        distance = (reached < needed_M[:, None]).sum(-1).clip(max=NUM_BINS - 1)
-        nearer = np.take_along_axis(reached, (distance - 1).clip(0)[:, None], 1)[:, 0]
-        needed_M = needed_M - np.where(distance > 0, nearer, 0)
+        distance, needed_M = self._reach(bins_MB, needed_M)
         # Keys of all scores at that distance, and a few more: distances were rounded.
-        top = top_M.astype(np.float64)
-        least = np.nextafter((top - (distance + 1) * 0.12500001).astype(np.float32), _NEG_INF)
-        least = np.maximum(np.where(distance < NUM_BINS - 1, least, _NEG_INF), lowest_M)
-        most = np.nextafter((top - distance * 0.12499999).astype(np.float32), -_NEG_INF)
-        base = ordered_keys(least)
-        width = max(int((ordered_keys(np.minimum(most, top_M)) - base).max()), 0) + 1
+        least = (top_M - (distance + 1) * 0.03125001).astype(np.float32)
+        least = np.where(distance < NUM_BINS - 1, np.nextafter(least, _NEG_INF), _NEG_INF)
+        most = np.nextafter((top_M - distance * 0.03124999).astype(np.float32), -_NEG_INF)
+        last = ordered_keys(np.minimum(most, top_M))
+        width = max(int((last - ordered_keys(np.maximum(least, lowest_M))).max()), 0) + 1
         shift = max(width.bit_length() - _RADIX_BITS, 0)
         while True:
-            bins = self.local.by_key(top_M, is_mass, distance, base, width, shift)
-            # Weight of a digit and all larger ones; never too little in digit 0, where the rounds
-            # before have made sure that enough is left.
-            reached = self.from_all(bins).sum(0)[:, ::-1].cumsum(-1)[:, ::-1]
-            chosen = (reached >= needed_M[:, None]).sum(-1).clip(1) - 1
-            larger = np.take_along_axis(reached, (chosen + 1).clip(max=NUM_BINS - 1)[:, None], 1)
-            needed_M = needed_M - np.where(chosen + 1 < NUM_BINS, larger[:, 0], 0)
-            base = base + (chosen << shift)
+            bins = self.local.by_key(top_M, is_mass, distance, last, width, shift)
+            digit, needed_M = self._reach(bins, needed_M)
+            last = last - (digit << shift)
             if shift == 0:
-                return score_of_key(base)
+                return score_of_key(last)
             width, shift = 1 << shift, max(shift - _RADIX_BITS, 0)
+
+    def _reach(self, bins_MB: Int64Array, needed_M: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """In which bin over all ranks the needed weight is reached, and what is left for it.
+
+        Bins are in order of falling scores. `bins_MB`: this rank's.
+        """
+        reached = self.from_all(bins_MB).sum(0).cumsum(-1)
+        found = (reached < needed_M[:, None]).sum(-1).clip(max=NUM_BINS - 1)
+        before = reached[np.arange(len(found)), found - 1]
+        return found, needed_M - np.where(found > 0, before, 0)
 
 
 def log_of(mass: Int64Array) -> Float64Array:

@@ -37,8 +37,9 @@ def logprob_columns(
     raw, sampled = raw.rows(asked), sampled_N[asked]
     top = raw.best()[0]
     log_total = top + log_of(raw.total_mass(np.full_like(top, _NEG_INF), top))
+    chosen = np.where(sampled >= 0, raw.gather(sampled), np.nan)
     logprobs = np.full(len(rows), np.nan, dtype=np.float32)
-    logprobs[asked] = np.where(sampled >= 0, raw.gather(sampled) - log_total, np.nan)
+    logprobs[asked] = chosen - log_total
     columns: Columns = {Stat.LOGPROB: logprobs}
     num_top = int(wants.max())
     if num_top > 0:
@@ -47,7 +48,9 @@ def logprob_columns(
         columns[Stat.TOP_LOGPROBS] = np.zeros((len(rows), num_top), dtype=np.float32)
         has_top = wants[asked] > 0
         columns[Stat.TOP_IDS][asked[has_top]] = ids[has_top]
-        columns[Stat.TOP_LOGPROBS][asked[has_top]] = (values - log_total[:, None])[has_top]
+        with np.errstate(invalid="ignore"):  # rows of infinities
+            values = (values - log_total[:, None]).astype(np.float32)
+        columns[Stat.TOP_LOGPROBS][asked[has_top]] = values[has_top]
     return columns
 
 
