@@ -10,6 +10,7 @@ import torch
 from actors.model.host import ModelHost, load_model
 from actors.model.inputs import EntryRows
 from actors.model.taps import TapSpec
+from actors.startup.preflight import build_acceptance
 from actors.steps.messages import (
     DraftTokens,
     Int32Array,
@@ -55,6 +56,7 @@ class TargetRunner:
             model,
             vocab_size=config.model.vocab_size,
             steady_rows=1 + config.num_speculative_tokens,
+            needs=build_acceptance(config).needs,
         )
 
     def run(
