@@ -12,15 +12,22 @@ import numpy as np
 import pytest
 
 from actors.errors import EngineDead, StepTimeout, WorkerLost
-from actors.steps.client import (
-    DraftReceiver,
+from actors.steps.client import InProcessStepClient, SocketStepClient
+from actors.steps.drafts import ConnectedDrafts
+from actors.steps.messages import (
+    DraftEntry,
+    DraftTokens,
     FrameKind,
-    SocketStepClient,
-    draft_handler,
-    serve_steps,
-    target_handler,
+    RowMasks,
+    RowStats,
+    Stat,
+    StepPlan,
+    TargetEntry,
+    token_array,
 )
-from actors.steps.messages import StepPlan, TargetEntry, token_array
+from actors.steps.protocols import Proposal, Verified
+from actors.steps.serve import serve_draft, serve_target
+from actors.steps.target_step import TargetStep
 from actors.verifier.engine import VerifierEngine
 from parallel.transport.frames import (
     MAX_BODY_BYTES,
@@ -30,7 +37,9 @@ from parallel.transport.frames import (
     TransportTimeout,
     packets,
 )
+from parallel.transport.relay import Relay
 from parallel.transport.socket import FrameListener, FrameSocket, SocketDir
+from parallel.transport.tcp import TcpFrameListener
 from tests.unit.engine import fakes
 
 ROOT = Path(__file__).parents[3]
@@ -148,57 +157,52 @@ def worker_main(role: str, verifier_path: str, link_path: str, trouble: str) -> 
     script = fakes.whole()
     lims = limits()
     if role == "target":
+        # Listening before the verifier hears of this process, so before anyone drafts.
         link = FrameListener(link_path, 0)
         verifier = FrameSocket.connect(verifier_path, role, 0, 0, os.getpid(), 10.0)
-        source = DraftReceiver(
-            link.accept(10.0)[0], timeout_s=1.0 if trouble == "draft_hangs" else 20.0
-        )
+        drafts = ConnectedDrafts(link, step_timeout_s=1.0 if trouble == "draft_hangs" else 20.0)
         target = fakes.ScriptedTarget(lims, script)
         if trouble == "target_raises":
             target.fail_at = 5
-        handle = target_handler(target, source)
         if trouble == "target_hangs":
-            handle = _sleepy(handle)
-        serve_steps(verifier, handle)
+            target.run = _sleepy(target.run)
+        serve_target(verifier, TargetStep(target, drafts))
     else:
         host = fakes.FakeDraftHost(lims, fakes.mixed(script))
         if trouble == "draft_raises":
             host.fail_at = 5
-        verifier = FrameSocket.connect(verifier_path, role, 0, 0, os.getpid(), 10.0)
-        link_socket = FrameSocket.connect(link_path, role, 0, 0, os.getpid(), 10.0)
-        handle = draft_handler(host, [link_socket])
         if trouble == "draft_hangs":
-            handle = _sleepy(handle)
-        serve_steps(verifier, handle)
+            host.propose = _sleepy(host.propose)
+        generation = int(trouble or 0) if trouble.isdigit() else 0
+        verifier = FrameSocket.connect(verifier_path, role, 0, generation, os.getpid(), 10.0)
+        link_socket = FrameSocket.connect(link_path, role, 0, generation, os.getpid(), 10.0)
+        serve_draft(verifier, host, link_socket)
 
 
-def _sleepy(handle):
-    def slow(plan):
+def _sleepy(run):
+    def slow(plan, *args):
         if plan.step == 5:
             time.sleep(60)
-        return handle(plan)
+        return run(plan, *args)
 
     return slow
+
+
+def start_worker(role, *args):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.engine.test_sockets", role, *args],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 class Group:
     def __init__(self, sockets, trouble=""):
         listener = FrameListener(sockets.socket_path("v"), 0)
-        link = sockets.socket_path("d")
+        self.sockets = sockets
+        self.link = sockets.socket_path("d")
         self.processes = {
-            role: subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.unit.engine.test_sockets",
-                    role,
-                    listener.path,
-                    link,
-                    trouble,
-                ],
-                cwd=ROOT,
-                stderr=subprocess.DEVNULL,
-            )
+            role: start_worker(role, listener.path, self.link, trouble)
             for role in ("target", "draft")
         }
         connections = {}
@@ -207,6 +211,15 @@ class Group:
             connections[hello.role] = connection
         listener.close()
         self.client = SocketStepClient([connections["target"]], [connections["draft"]])
+
+    def rebuild_draft(self, generation):
+        """A new draft process in place of a dead one; how to change over to it."""
+        listener = FrameListener(self.sockets.socket_path(f"v{generation}"), generation)
+        self.processes["draft"].wait(5.0)
+        self.processes["draft"] = start_worker("draft", listener.path, self.link, str(generation))
+        connection, _ = listener.accept(20.0)
+        listener.close()
+        return lambda: self.client.replace_drafts([connection])
 
     def kill(self, role):
         self.processes[role].send_signal(signal.SIGKILL)
@@ -250,7 +263,7 @@ def test_steps_over_sockets_equal_plain_decoding(start):
 
 
 @pytest.mark.parametrize("trouble", ["killed", "draft_raises", "draft_hangs"])
-def test_a_lost_draft_costs_speed_only(start, trouble):
+def test_a_lost_draft_costs_speed_only_and_its_successor_is_told_from_leftovers(start, trouble):
     group = start(trouble)
     engine = VerifierEngine(limits(), group.client)
     prompt = [1, 2, 3]
@@ -264,6 +277,14 @@ def test_a_lost_draft_costs_speed_only(start, trouble):
     (later,) = fakes.run_all(engine, [fakes.request("b", prompt, max_tokens=60)])
     assert later.token_ids == got[0].token_ids
     assert later.last.speculation.num_drafts == 0
+    if trouble != "draft_hangs":
+        # One that died while it was being rebuilt has left its connection to the target behind.
+        FrameSocket.connect(group.link, "draft", 0, 1, os.getpid(), 5.0)
+        engine.restore_draft(group.rebuild_draft(2), 2).result(20)
+        (healed,) = fakes.run_all(engine, [fakes.request("c", prompt, max_tokens=60)])
+        assert healed.token_ids == got[0].token_ids
+        assert healed.last.speculation.num_accepted_tokens > 0
+        assert engine.status().draft_lost is None and engine.stats.num_draft_losses == 1
     engine.stop()
     group.kill("draft")
 
@@ -322,6 +343,108 @@ def test_client_errors_without_an_engine(sockets):
         client.recv(1.0)
     client.close()
     client.close()
+
+
+class OneDraft:
+    """Drafts token 3 for its only entry, in the steps when it is there."""
+
+    def __init__(self):
+        self.is_lost = False
+
+    def propose(self, plan):
+        if self.is_lost:
+            return None, "gone"
+        return Proposal(DraftTokens(plan.step, token_array([3]), token_array([1]))), None
+
+    def absorb(self, plan, verified):
+        return
+
+    def close(self):
+        return
+
+
+class Masked:
+    """A target that keeps what it was given, and has nothing to say."""
+
+    def __init__(self):
+        self.given = []
+
+    def run(self, plan, proposal, masks=None):
+        self.given.append((proposal.tokens.counts.tolist(), masks.rows.tolist(), masks.bits))
+        stats = RowStats(plan.step, token_array([1]), {Stat.SAMPLED: token_array([7])})
+        return Verified(stats)
+
+
+@pytest.mark.parametrize("over", ["sockets", "relayed sockets", "this process"])
+def test_drafts_go_to_the_verifier_and_masks_come_back_before_the_forward(sockets, over):
+    """A two-phase step, on two ranks where there are sockets; then one whose drafts were lost."""
+    targets, source, threads, closing = [Masked(), Masked()], OneDraft(), [], []
+    if over == "this process":
+        targets.pop()
+        client = InProcessStepClient(targets[0])
+        client._step = TargetStep(targets[0], source)
+    else:
+        gate = FrameListener(sockets.socket_path("v"), 0)
+        path, num = gate.path, 2
+        if over == "relayed sockets":
+            relay = Relay("127.0.0.1")
+            far = TcpFrameListener("127.0.0.1", 0)
+            path, num = relay.open("target", 2, far.address, 0), 1
+            gate, closing = far, [relay.close, far.close, gate.close]
+
+        def work(rank, target):
+            connection = FrameSocket.connect(path, "target", rank, 0, os.getpid(), 5.0)
+            serve_target(connection, TargetStep(target, source), answers=rank == 0)
+            connection.close()
+
+        threads = [
+            threading.Thread(target=work, args=item, daemon=True) for item in enumerate(targets)
+        ]
+        for thread in threads:
+            thread.start()
+        accepted = sorted([gate.accept(5.0) for _ in range(num)], key=lambda item: item[1].rank)
+        client = SocketStepClient([connection for connection, _ in accepted])
+        closing.append(gate.close)
+    asked = []
+
+    def mask_source(plan, drafts):
+        asked.append(None if drafts is None else drafts.token_ids.tolist())
+        return RowMasks(token_array([0]), np.full((1, 2), plan.step, dtype=np.uint32))
+
+    entry = DraftEntry(0, 0, 1, 0, token_array([1]), 1)
+    for step, source.is_lost in ((1, False), (2, True)):
+        plan = StepPlan(
+            0, step, target=(TargetEntry(0, 0, token_array([1]), 0, 1, 2),), draft=(entry,),
+            awaits_masks=True,
+        )  # fmt: skip
+        client.send(plan)
+        result = client.recv(5.0, mask_source)
+        assert (result.drafts is None) == (result.draft_lost is not None) == source.is_lost
+    assert asked == [[3], None]
+    client.close()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    for target in targets:
+        assert [given[:2] for given in target.given] == [([1], [0]), ([0], [0])]
+        assert [given[2].tolist() for given in target.given] == [[[1, 1]], [[2, 2]]]
+    for close in closing:
+        close()
+
+
+def test_a_verifier_that_ends_between_the_phases_ends_the_loop(sockets):
+    ours, theirs, _ = pair(sockets)
+    target = Masked()
+    thread = threading.Thread(target=serve_target, args=(theirs, TargetStep(target)), daemon=True)
+    thread.start()
+    client = SocketStepClient([ours])
+    plan = StepPlan(0, 1, target=(TargetEntry(0, 0, token_array([1]), 0, 0, 1),), awaits_masks=True)
+    client.send(plan)
+    assert ours.recv(5.0).kind == FrameKind.DRAFTS
+    client.close()
+    thread.join(5)
+    assert not thread.is_alive() and not target.given
+    theirs.close()
 
 
 def test_no_file_descriptor_leaks(sockets):
