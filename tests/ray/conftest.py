@@ -14,9 +14,10 @@ from tests.tiny import write_tiny_model
 ROOT = str(Path(__file__).parents[2])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def fake_gpu_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Ray with 8 CPUs and 4 GPUs that exist in its books only. Gone afterwards."""
+    """Ray with 8 CPUs and 4 GPUs that exist in its books only, for the last files of this folder:
+    the others start one of their own in this process, and two do not fit."""
     with pytest.MonkeyPatch.context() as patch:
         # A home of its own: Ray keeps its token there.
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))

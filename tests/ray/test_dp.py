@@ -1,4 +1,9 @@
-"""Two data-parallel ranks under Serve: they agree on K; one is killed and nothing is lost."""
+"""Two data-parallel ranks under Serve that share experts: they agree on K and step together; one is
+killed, both are replaced, and nothing is lost.
+
+Ranks that share nothing, or that do not agree: tests/unit/parallel_dp/test_gang.py, with engines;
+ranks that share experts, policy by policy: tests/unit/parallel/test_replicas.py, with processes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +24,9 @@ import yaml
 from deploy.local import serving
 from deploy.serve_file import read_serve_file
 from tests.serve.conftest import free_port
-from tests.tiny import write_tiny_model
+from tests.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
+from tests.unit.model.conftest import write_family
+from tests.unit.parallel.test_shard import MOE
 
 pytestmark = pytest.mark.ray
 
@@ -29,7 +35,14 @@ TABLE = [[1, 1, 4], [2, 4, 1]]
 PROMPT = "abcabcabcabcabcabc"
 
 
-def serve_file(folder: Path, model: Path, **changes: Any) -> Path:
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder, port = tmp_path_factory.mktemp("dp"), free_port()
+    model = write_family(
+        folder / "tiny", "mixtral", **MOE, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID,
+        bos_token_id=256,
+    )  # fmt: skip
+    byte_tokenizer().save_pretrained(model)
     args: dict[str, Any] = {
         "model": str(model),
         "served_model_name": "tiny",
@@ -41,6 +54,7 @@ def serve_file(folder: Path, model: Path, **changes: Any) -> Path:
         "compile_layers": "off",
         "data_parallel_size": 2,
         "dynamic_k_dp_policy": "agree",
+        "enable_expert_parallel": True,
         "speculative_config": {
             "method": "ngram",
             "num_speculative_tokens": 4,
@@ -48,37 +62,19 @@ def serve_file(folder: Path, model: Path, **changes: Any) -> Path:
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 3,
         },
-        **changes,
     }
-    app = {"name": "paceline", "import_path": "deploy.app:build", "route_prefix": "/"}
+    app = {"name": "paceline", "import_path": "deploy.app:build", "route_prefix": "/", "args": args}
+    http = {"host": "127.0.0.1", "port": port}
     path = folder / "serve.yaml"
     path.write_text(
-        yaml.safe_dump(
-            {
-                "proxy_location": "HeadOnly",
-                "http_options": {"host": "127.0.0.1", "port": free_port()},
-                "applications": [{**app, "args": args}],
-            }
-        )
+        yaml.safe_dump({"proxy_location": "HeadOnly", "http_options": http, "applications": [app]})
     )
-    return path
-
-
-@contextlib.contextmanager
-def serving_ranks(folder: Path, model: Path, **changes: Any) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
-        file = read_serve_file(serve_file(folder, model, **changes))
+        file = read_serve_file(path)
         with serving(file, None, lambda line: None):
             wait_for_ranks()  # the app is healthy as soon as one rank serves
             yield file.url
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("dp")
-    with serving_ranks(folder, write_tiny_model(folder / "tiny")) as url:
-        yield url
 
 
 def complete(url: str, n: int, max_tokens: int = 150) -> str:
@@ -129,60 +125,63 @@ def wait_for_ranks(timeout_s: float = 90.0) -> list[dict[str, Any]]:
         if sorted(f["rank"] for f in ranks) == [0, 1]:
             return ranks
         assert time.monotonic() < deadline, ranks
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
 def _results(response: Any) -> list[Any]:
     return list(response.results(timeout_s=20))
 
 
-def test_server_info_says_how_k_is_decided(url: str) -> None:
+def test_server_info_says_how_k_is_decided_and_where_the_experts_are(url: str) -> None:
     facts = httpx.get(f"{url}/server_info", timeout=20).json()["data_parallel"]
     assert facts["size"] == 2 and facts["dynamic_k_dp_policy"] == "agree"
     assert facts["k"] == "follows the largest batch among the ranks"
+    assert facts["experts"] == "spread over 2 ranks; replicas step together"
     ranks = described()
     assert len({f["gang_id"] for f in ranks}) == 1
 
 
-def test_ranks_agree_without_late_answers_to_all(url: str) -> None:
+def test_ranks_agree_without_late_answers_and_keep_each_other_company(url: str) -> None:
     with ThreadPoolExecutor(5) as pool:
         texts = list(pool.map(lambda n: complete(url, n), range(10)))
     for n, text in enumerate(texts):
         assert text == texts[n % 4], "the same prompt, the same answer, on whichever rank"
+    for n in range(4):
+        assert complete(url, n) == texts[n], "one after the other, on both"
     stats = reports()
     assert all(s["dp_wait_s"]["count"] > 0 for s in stats), "both ranks served and asked"
     assert all(s["num_dp_fallbacks"] == 0 for s in stats)
+    assert all(s["num_dp_dummy_steps"] > 0 for s in stats), "a rank without requests steps along"
 
 
 def test_a_rank_killed_in_the_middle_loses_no_request_and_nothing_hangs(url: str) -> None:
     expected = [complete(url, n) for n in range(4)]
-    ranks = kill_one_rank(url, expected)
-    assert all(f["k"] == "follows the largest batch among the ranks" for f in ranks)
-
-
-def kill_one_rank(url: str, expected: list[str]) -> list[dict[str, Any]]:
-    """Kill a rank while it serves: all get their answers, from a new gang if need be. Its facts."""
     before = engines()
     assert len(before) == 2
-    killed = threading.Event()
+    one_is_done, killed = threading.Event(), threading.Event()
 
     def kill() -> None:
-        time.sleep(0.5)
+        assert one_is_done.wait(60), "nothing is served"
         os.kill(min(before), signal.SIGKILL)
         killed.set()
+
+    def ask(n: int) -> str:
+        text = complete(url, n)
+        one_is_done.set()
+        return text
 
     started = time.monotonic()
     with ThreadPoolExecutor(9) as pool:
         killer = pool.submit(kill)
-        texts = list(pool.map(lambda n: complete(url, n), range(16)))
+        texts = list(pool.map(ask, range(16)))
         killer.result()
-    assert time.monotonic() - started < 90
+    assert killed.is_set() and time.monotonic() - started < 90
     assert [text == expected[n % 4] for n, text in enumerate(texts)] == [True] * 16
     # The whole gang was replaced: both processes are new and sit in one new gang.
     deadline = time.monotonic() + 60
     while len(engines() - before) < 2 or engines() & before:
         assert time.monotonic() < deadline, engines()
-        time.sleep(0.5)
+        time.sleep(0.2)
     ranks = wait_for_ranks()
     assert complete(url, 0) == expected[0]
-    return ranks
+    assert all(f["k"] == "follows the largest batch among the ranks" for f in ranks)

@@ -16,6 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from actors.errors import RequestLost
 from actors.requests import GenerateRequest
 from actors.startup.in_process import build_in_process
 from actors.startup.launch import Replica
@@ -63,8 +64,7 @@ def tokens(engine: Any, name: str, on_run: Callable[[int], None] = lambda n: Non
         ids: list[int] = []
         request = GenerateRequest(name, REPEATING, temperature=0.0, ignore_eos=True, max_tokens=120)
         async for output in engine.generate(request):
-            if output.error is not None:
-                raise RuntimeError(output.error)
+            assert output.error is None, output.error
             ids.extend(output.token_ids)
             on_run(len(ids))
         return ids
@@ -129,7 +129,7 @@ def test_target_and_draft_on_other_nodes_and_the_end_of_each(
                 killed_s.append(time.monotonic())
                 os.kill(victim, signal.SIGKILL)
 
-        with pytest.raises(RuntimeError, match="WorkerLost"):
+        with pytest.raises(RequestLost, match="WorkerLost"):
             tokens(replica.engine, "killed", kill_target)
         assert time.monotonic() - killed_s[0] < 3, "the end of file, not a timeout"
         assert not replica.engine.status().is_healthy
@@ -164,7 +164,7 @@ def test_target_ranks_on_two_nodes_give_the_tokens_of_one(
                 killed.append(time.monotonic())
                 os.kill(victims[1], signal.SIGKILL)
 
-        with pytest.raises(RuntimeError, match=r"WorkerLost|EngineDead"):
+        with pytest.raises(RequestLost, match=r"WorkerLost|EngineDead"):
             tokens(replica.engine, "rank 1 dies", kill)
         assert time.monotonic() - killed[0] < 10
     finally:
