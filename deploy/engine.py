@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -69,12 +68,11 @@ class Engine:
             raise
         logger.info("engine ready: %s", config.runtime.served_model_name)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
-        """Outputs of one request, a run of tokens a step. Cancelling frees its KV."""
-        # Serve streams from generator functions only: it looks at the method, not at its result.
-        async with contextlib.aclosing(self._replica.engine.generate(request)) as runs:
-            async for output in runs:
-                yield output
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[RunOutput]:
+        """The engine's own stream: a run of tokens a step. Cancelling it frees its KV."""
+        # A coroutine: Serve runs plain functions in threads. It awaits this one, then streams.
+        runs: AsyncIterator[RunOutput] = self._replica.engine.generate(request)
+        return runs
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
         """Apply the runtime knobs. Unknown keys are refused and the update fails."""
