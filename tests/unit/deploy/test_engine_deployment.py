@@ -132,7 +132,7 @@ def test_leaving_a_stream_closes_it_at_once(deployment: Engine, replica: FakeRep
     async def go() -> None:
         runs = deployment.generate(GenerateRequest("r", [1]))
         # What Serve can stream and cancel.
-        assert inspect.isasyncgenfunction(deployment.generate)
+        assert inspect.iscoroutinefunction(deployment.generate) and inspect.isasyncgen(runs)
         await anext(runs)
         await runs.aclose()
         assert replica.engine.closed
