@@ -94,15 +94,12 @@ class SharedDrafts:
         lost: str | None = None
         if self._inbox is not None:
             sent, lost = self._inbox.receive(plan)
-        if any(entry.num_drafts > 0 for entry in plan.draft):
-            sent = self._broadcast(plan, sent)
-            if sent is None:
-                return None, lost or "rank 0 got no drafts"
-        elif sent is None:
-            # Nothing was asked: the others need not know whether rank 0's drafter is well.
-            if lost is not None:
-                return None, lost
-            sent = SentProposal(no_drafts(plan))
+        if not any(entry.num_drafts > 0 for entry in plan.draft):
+            # The others need not know whether rank 0's drafter is well.
+            return (None, lost) if lost is not None else (Proposal(no_drafts(plan)), None)
+        sent = self._broadcast(plan, sent)
+        if sent is None:
+            return None, lost or "rank 0 got no drafts"
         try:
             q, failure = self._q.open(plan, sent), None
         except TransportError as error:

@@ -16,12 +16,12 @@ from actors.errors import LoadError
 from actors.requests import GenerateRequest
 from actors.startup.in_process import build_in_process
 from actors.startup.preflight import build_lookup_drafter, load_tokenizer
+from actors.startup.shell import LoadOrder
 from actors.steps.client import SocketStepClient
 from actors.target.actor import TargetActor
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
-from parallel.placement import place_replica
-from parallel.topology import Rendezvous
+from parallel.placement import DrafterHome, drafter_seat, place_replica
 from parallel.transport.socket import FrameListener, SocketDir
 from specconfig import ConfigError, EngineArgs
 from specconfig.engine import EngineConfig
@@ -74,56 +74,56 @@ def answers(engine: VerifierEngine, max_tokens: int = 20) -> dict[str, list[int]
 def serve_rank(
     rank: int,
     config_json: str,
-    meetings: dict[str, Rendezvous | None],
-    has_draft: dict[str, bool],
+    orders: dict[str, LoadOrder],
+    has_draft_process: bool,
     paths: dict[str, str],
 ) -> dict[str, int]:
     """What the actors of this rank do, called by their methods."""
     target = TargetActor(config_json, rank)
-    target.load(has_draft["fused"], meetings["target"], meetings["fused"])
     actors: list[Any] = [target]
-    draft_meeting = meetings["draft"]
-    if has_draft["process"]:
+    if has_draft_process:
         actors.append(DraftActor(config_json, rank))
-        actors[1].load(draft_meeting)
+    for actor in actors:
+        actor.load(orders[actor.role])
     for actor in actors:
         actor.allocate(NUM_BLOCKS)
         actor.warm_up()
-    draft_path = paths["draft"] if has_draft["process"] else None
     loops = [
-        threading.Thread(target=actor.loop, args=(paths["verifier"], draft_path, 1))
-        for actor in actors
+        threading.Thread(target=actor.loop, args=(paths[actor.role], paths["drafts"], generation))
+        for generation, actor in zip((1, 0), actors, strict=False)
     ]
     for loop in loops:
         loop.start()
     for loop in loops:
         loop.join()
-    return dict(target._group.num_calls)
+    return dict(target._loaded.group.num_calls)
 
 
 @contextmanager
 def running(ranks: Ranks, cfg: EngineConfig) -> Iterator[VerifierEngine]:
     size = cfg.parallel.tensor_parallel_size
-    draft_size = cfg.draft_parallel.tensor_parallel_size if cfg.draft_parallel else 0
-    is_fused = bool(draft_size) and cfg.draft_placement == "fused"
-    is_split = draft_size > 1
-    meetings = {
-        "target": ranks.meeting("target", size),
-        "draft": ranks.meeting("draft", size) if is_split and not is_fused else None,
-        "fused": ranks.meeting("draft", size) if is_split and is_fused else None,
+    seat = drafter_seat(cfg)
+    is_split = seat is not None and seat.num_parts > 1
+    is_apart = seat is not None and seat.home is DrafterHome.OWN
+    draft_meeting = ranks.meeting("draft", size) if is_split else None
+    orders = {
+        "target": LoadOrder(ranks.meeting("target", size), None if is_apart else draft_meeting),
+        "draft": LoadOrder(draft_meeting),
     }
-    has_draft = {"fused": is_fused, "process": bool(draft_size) and not is_fused}
     num_drafts = len(place_replica(cfg, use_gpus=False).drafts)
     sockets = SocketDir()
-    listener = FrameListener(sockets.socket_path("verifier"), 1)
-    paths = {"verifier": listener.path, "draft": sockets.socket_path("drafts")}
-    ranks.start(size, serve_rank, cfg.to_json(), meetings, has_draft, paths)
-    accepted = [listener.accept(60.0) for _ in range(size + num_drafts)]
-    by_rank = {(hello.role, hello.rank): connection for connection, hello in accepted}
-    client = SocketStepClient(
-        [by_rank["target", rank] for rank in range(size)],
-        [by_rank["draft", rank] for rank in range(num_drafts)],
-    )
+    listeners = [FrameListener(sockets.socket_path(name), g) for name, g in (("v", 1), ("d", 0))]
+    paths = {
+        "target": listeners[0].path,
+        "draft": listeners[1].path,
+        "drafts": sockets.socket_path("drafts"),
+    }
+    ranks.start(size, serve_rank, cfg.to_json(), orders, is_apart, paths)
+    connections = [
+        [c for c, _ in sorted((x.accept(60.0) for _ in range(n)), key=lambda item: item[1].rank)]
+        for x, n in zip(listeners, (size, num_drafts), strict=True)
+    ]
+    client = SocketStepClient(*connections)
     engine = VerifierEngine(
         EngineLimits.from_config(cfg, NUM_BLOCKS),
         client,
@@ -136,7 +136,8 @@ def running(ranks: Ranks, cfg: EngineConfig) -> Iterator[VerifierEngine]:
     finally:
         engine.stop()
         outcomes = ranks.finish(size)
-        listener.close()
+        for listener in listeners:
+            listener.close()
         sockets.close()
     assert all(is_fine for is_fine, _ in outcomes), outcomes
     assert all(calls == outcomes[0][1] for _, calls in outcomes)

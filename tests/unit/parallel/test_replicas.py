@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.startup.preflight import build_lookup_drafter, load_tokenizer
+from actors.startup.shell import LoadOrder
 from actors.steps.client import SocketStepClient
 from actors.target.actor import TargetActor
 from actors.verifier.engine import VerifierEngine
@@ -114,8 +115,7 @@ def serve_replica(
     rank: int, config_json: str, num_replicas: int, meeting: Rendezvous, paths: list[str]
 ) -> int:
     target = TargetActor(config_json, 0)
-    has_draft = target._config.draft_placement == "fused"
-    target.load(has_draft, None, None, rank, num_replicas)
+    target.load(LoadOrder(replica=rank, num_replicas=num_replicas))
     target.allocate(NUM_BLOCKS)
     target.join_replicas(meeting, rank, 60.0)
     target.warm_up()
