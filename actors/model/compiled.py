@@ -7,6 +7,11 @@ its own tensors. Nothing is guarded: the runner calls with the same kinds of inp
 
 Layers are alike when their classes, tensor shapes and plain attributes agree (the layer index
 aside), so a model with sliding and full attention layers gets two graphs.
+
+What makes leaving out the guards safe: each layer is called from one place, with tensors of the
+same kinds and the same constants in every step, and only the sizes that are symbolic change. What
+reads anything else of the world (the batch's lengths, the routing of experts) is an op that the
+graph holds as a call.
 """
 
 from __future__ import annotations
@@ -77,7 +82,11 @@ def can_compile() -> str | None:
 
 
 def _tensor_slots(layer: nn.Module) -> list[_TensorSlot]:
-    """Where a layer keeps its tensors, in a fixed order: parameters, buffers, packed weights."""
+    """Where a layer keeps its tensors, in a fixed order: parameters, buffers, packed weights.
+
+    Layers of one kind list theirs in the same order, so a graph traced with one layer's tensors
+    can be called with another's. The KV tensors are among them, as buffers of `paged_cache`.
+    """
     slots: list[_TensorSlot] = []
     for module in layer.modules():
         slots += [(module._parameters, k) for k, v in module._parameters.items() if v is not None]
@@ -138,6 +147,8 @@ def _trace_and_compile(
     is_tensor = [isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))]
 
     def flat(*tensors: Tensor) -> Any:
+        # The layer's own code reads its tensors as attributes: while it is traced, the attributes
+        # hold the graph's inputs. The class's forward, since the instance's is the compiled one.
         saved = [owner[key] for owner, key in slots]
         for (owner, key), tensor in zip(slots, tensors, strict=False):
             owner[key] = tensor
@@ -149,6 +160,7 @@ def _trace_and_compile(
             for (owner, key), tensor in zip(slots, saved, strict=True):
                 owner[key] = tensor
 
+    # A fresh environment for each graph: sizes of one must not be tied to those of another.
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     dynamic_sizes = {_EXAMPLE_ROWS, _EXAMPLE_REQS, _EXAMPLE_REQS + 1}
 
@@ -156,6 +168,7 @@ def _trace_and_compile(
         if tensor.is_mkldnn:  # an opaque layout; only ever handed to the packed linear op
             return tensor
         if not symbolic:
+            # Weights are constants in shape, also where a dimension happens to be 29 or 37.
             return fake_mode.from_tensor(tensor.detach(), static_shapes=True)
         dims = [
             DimDynamic.DYNAMIC if n in dynamic_sizes else DimDynamic.STATIC for n in tensor.shape
@@ -169,6 +182,7 @@ def _trace_and_compile(
     # What a layer computes twice from the same input is computed once.
     graph.graph = fx_graph_cse(graph.graph)
     graph.recompile()
+    # Inductor reads the symbolic sizes from the traced placeholders; real tensors would fix them.
     values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
     # Strides are asserted against the example's otherwise, on every call of every layer.
     with inductor_config.patch(size_asserts=False, alignment_asserts=False):
@@ -193,6 +207,8 @@ class LayerCompiler:
 
     def _install_one(self, layer: nn.Module) -> None:
         kind = _plain_attributes(layer)
+        # Looked up once: nothing replaces a tensor of a layer that serves, KV tensors included
+        # (`allocate` comes before). The module itself is still what is called, so hooks on it run.
         weights = [owner[key] for owner, key in _tensor_slots(layer)]
         # A runner calls its layers the same way every step: the graph is looked up once a layer.
         graph: Callable[..., Any] | None = None
@@ -225,6 +241,7 @@ class LayerCompiler:
         self, kind: Any, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any]:
         tensors, consts, spec = _split(args, kwargs)
+        # From here on the quick walk decides the order of inputs: it must agree with pytree's.
         fast = _row_tensors(args, kwargs)
         assert len(tensors) == len(fast) and all(map(operator.is_, tensors, fast))
         key = (kind, spec, tuple(consts))
@@ -248,6 +265,9 @@ def _resize_example(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs like these, with the sizes of the tracing example.
+
+    The first real call may have one row or one request, and a dimension of size 1 would be taken
+    for a constant. Values do not matter: nothing in a layer looks at them while it is traced.
 
     Row tensors are [1, T, ...] or [T]; the rest is known by name.
     """

@@ -47,6 +47,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
+# Around the widths of vectors and of the kernel's tiles, where it changes its path.
 _PROBED_ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48)
 _min_rows: dict[tuple[int, int, int], int] = {}
 
@@ -61,6 +62,7 @@ def min_rows(packed: Tensor, in_features: int, out_features: int) -> int:
     if key not in _min_rows:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(64, in_features, generator=generator)
+        # More rows than are ever filled up to: the path that larger batches take.
         whole = _multiply(x, packed)
         differs = [n for n in _PROBED_ROWS if not torch.equal(_multiply(x[:n], packed), whole[:n])]
         after = [n for n in _PROBED_ROWS if n > max(differs, default=0)]
@@ -145,7 +147,12 @@ def pack_linears(module: nn.Module) -> tuple[int, int]:
 
 class _Fused:
     """A packed linear that several projections share. Layers call them one after the other with
-    the same input, so the whole product is kept until each has had its part."""
+    the same input, so the whole product is kept until each has had its part.
+
+    Sameness is identity of the tensor object, which is held until all parts are served, so that no
+    other can take its place. In a compiled layer this runs while it is traced only: the graph holds
+    one product and its slices.
+    """
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts

@@ -43,6 +43,7 @@ def load_shard(
     from transformers.initialization import no_init_weights
 
     try:
+        # Planned on a model without weights: no rank ever holds more than its own part.
         with empty_parameters(), no_init_weights():
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME
@@ -71,6 +72,8 @@ def fill(model: Any, plan: ShardPlan, reader: ShardReader) -> None:
     Raises:
         TopologyError: the checkpoint lacks a weight, or has another shape.
     """
+    # A tied pair is stored under either name, or both: what can be taken from its partner is not
+    # read a second time, and stays one tensor on a rank that holds both alike.
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     shared = {name for name in tied if name not in reader or tied[name] in reader}
     missing = []

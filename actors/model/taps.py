@@ -82,12 +82,15 @@ class TapHooks:
         if not self.spec:
             return None
         last, aux, num_rows = self._last, self._aux, batch.num_rows
-        self._last, self._aux = None, {}
+        self.forget()
         return Taps(
             None if last is None else last[0, :num_rows],
             {i: aux[i][0, :num_rows] for i in self.spec.aux},
             batch.spans,
         )
+
+    def forget(self) -> None:
+        self._last, self._aux = None, {}
 
     def _entering(self, i: int) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -142,6 +142,7 @@ class Trunk:
             out = self.model(inputs_embeds=states[None], use_cache=False)
         finally:
             del self._decoder.forward
+            self._taps.forget()
         logits: Tensor = out.logits[0].float()
         return logits
 
