@@ -20,6 +20,7 @@ import yaml
 from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "tests" / "plugin"
 
 
 def free_port() -> int:
@@ -115,7 +116,10 @@ def app(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     arguments = ("serve", str(write_serve_file(folder, tiny_model, 1)), "--port", str(port))
     errors = folder / "stderr"
     with errors.open("w") as stderr:
-        process = paceline(*arguments, stderr=stderr, env={**os.environ, "HOME": str(folder)})
+        # Somebody's package, as if installed, in every process of the server.
+        path = os.pathsep.join([str(PLUGIN), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "HOME": str(folder), "PYTHONPATH": path}
+        process = paceline(*arguments, stderr=stderr, env=env)
     try:
         assert process.stdout is not None
         said = []

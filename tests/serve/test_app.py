@@ -14,7 +14,8 @@ import openai
 import psutil
 import pytest
 
-from tests.serve.conftest import App
+from specconfig import acceptance, registry
+from tests.serve.conftest import PLUGIN, App
 
 pytestmark = pytest.mark.ray
 
@@ -182,6 +183,43 @@ def test_neither_verifier_nor_ingress_maps_torch(app: App) -> None:
     assert len(replicas) == 2
     for process in replicas:
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def test_methods_from_outside_the_package_are_served(
+    app: App, connected: None, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray import serve
+
+    from deploy.app import build
+    from specconfig.app_args import AppArgs
+    from specconfig.registry import registered_speculative_methods
+
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    monkeypatch.setattr(registry, "_load_entry_points", registry._load_entry_points.__wrapped__)
+    monkeypatch.setattr(acceptance, "_load_entry_points", acceptance._load_entry_points.__wrapped__)
+    assert "toy_states" in registered_speculative_methods()
+    args = AppArgs(
+        model=str(tiny_model), served_model_name="toy", device="cpu", dtype="float32",
+        max_num_seqs=2, num_threads=1, compile_layers="off", num_ingress_replicas=1,
+        speculative_config={
+            "method": "toy_states", "num_speculative_tokens": 3,
+            "rejection_sample_method": "toy_half",
+        },
+    )  # fmt: skip
+    serve.run(build(args), name="toy", route_prefix="/toy")
+    try:
+        body = {"prompt": "abcabcabc", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        with app.http() as http:
+            got = http.post("/toy/v1/completions", json=body).json()
+            info = http.get("/toy/server_info").json()
+        plain = complete(app, max_tokens=60, speculation={"enabled": False}).json()
+        assert got["choices"][0]["text"] == plain["choices"][0]["text"]
+        counts = got["usage"]["speculation"]
+        assert 0 < counts["num_accepted_tokens"] < counts["num_draft_tokens"]
+        assert info["lossless"] is True
+        assert info["config"]["speculative"]["rejection_sample_method"] == "toy_half"
+    finally:
+        serve.delete("toy")
 
 
 def test_the_handle_client_gives_the_answers_of_http(app: App, connected: None) -> None:
