@@ -111,7 +111,7 @@ static int descending(const void *a, const void *b) {
   return p->id < q->id ? -1 : p->id > q->id;
 }
 
-/* The n largest scores, largest first, equal ones by id, and their columns; -inf and column 0
+/* The n largest scores, largest first, equal logits by id, and their columns; -inf and column 0
  * where a row has fewer finite ones. Returns 0, or -1 when scratch memory could not be had. */
 int top_n(const float *x, int64_t stride, const int64_t *index, const float *temperature,
           int64_t M, int64_t V, const int64_t *ids, int64_t n, float *values, int64_t *columns,

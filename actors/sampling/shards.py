@@ -122,7 +122,8 @@ class ShardedScores:
     def top_n(self, n: int) -> tuple[Float32Array, Int64Array]:
         """Scores and ids of the `n` largest, [M, n], largest first."""
         values, columns = self.local.top_n(n)
-        ids = self.local.vocab.ids[columns]
+        # What fills up a row is the same token for any split.
+        ids = np.where(values > _NEG_INF, self.local.vocab.ids[columns], 0)
         sent = self.from_all(np.stack([values, ids], -1, dtype=np.float64))
         merged = sent.transpose(1, 0, 2, 3).reshape(len(values), -1, 2)
         # By value, equal values by id.
@@ -229,5 +230,5 @@ class ShardedScores:
 
 def log_of(mass: Int64Array) -> Float64Array:
     """Natural logarithm of a mass over that of the likeliest token."""
-    logs: Float64Array = np.log(mass.clip(1) / MASS_UNIT)  # rows of NaN may have any mass
+    logs: Float64Array = np.log(mass / MASS_UNIT)
     return logs

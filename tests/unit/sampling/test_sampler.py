@@ -99,7 +99,7 @@ def assert_same(fast: LocalScores, slow: LocalScores, rng: np.random.Generator) 
 def probabilities(logits: Tensor, kw: dict[str, Any]) -> np.ndarray:
     """The distribution a request asks for."""
     p = params(**kw)
-    x = logits.double() / p.temperature
+    x = (logits / p.temperature).double()
     law: np.ndarray = x.where(kept(logits, p), float("-inf")).softmax(-1).numpy()
     return law
 
