@@ -172,7 +172,8 @@ class ShardedScores:
             top_M: Largest score of each row over all ranks.
             known: Of these rows.
         """
-        known = known.without(lowest_M)
+        if (lowest_M > _NEG_INF).any():
+            known = known.without(lowest_M)
         bins = self.local.by_distance(lowest_M, top_M, True)
         total = self.from_all(bins.sum(-1)).sum(0)
         needed = np.ceil(total * top_p_M).astype(np.int64).clip(1, total)
@@ -223,7 +224,7 @@ class ShardedScores:
         Bins are in order of falling scores. `bins_MB`: this rank's.
         """
         reached = self.from_all(bins_MB).sum(0).cumsum(-1)
-        found = (reached < needed_M[:, None]).sum(-1).clip(max=NUM_BINS - 1)
+        found = (reached >= needed_M[:, None]).argmax(-1)
         before = reached[np.arange(len(found)), found - 1]
         return found, needed_M - np.where(found > 0, before, 0)
 

@@ -38,7 +38,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _counters(values: Sequence[int]) -> npt.NDArray[np.uint64]:
-    return np.array([v & _MASK for v in values], dtype=np.uint64)
+    return np.array([int(v) & _MASK for v in values], dtype=np.uint64)
 
 
 def row_keys(
