@@ -1,6 +1,6 @@
 /* What the sampler does with every id of a vocabulary, float32 rows of scores.
  *
- * Built by actors/native/build.py. actors/sampling/local.py has the same functions in torch: they
+ * Built by actors/native/build.py. actors/sampling/scores.py has the same functions in torch: they
  * are the definition, this is the fast form, and a test holds the two together. A row is worked on
  * by one thread, on its own, in blocks of B columns: its result depends on nothing else.
  *
@@ -23,7 +23,6 @@
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(4 * W), aligned(4)));
-
 typedef float vf4 __attribute__((vector_size(16), aligned(4)));
 typedef double vd __attribute__((vector_size(32), aligned(8)));
 typedef int64_t vl __attribute__((vector_size(32), aligned(8)));
@@ -56,7 +55,8 @@ static inline void divide(const float *x, float temperature, float s[B]) {
 /* Largest value and its column, the lowest id among equal ones; NaN if the row has one. */
 void row_max(const float *x, int64_t stride, const int64_t *index, int64_t M, int64_t V,
              const int64_t *ids, float *top, int64_t *column, int threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && M * V > WORTH_COMPARING)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) \
+    if (M > 1 && M * V > WORTH_COMPARING)
   for (int64_t m = 0; m < M; m++) {
     const float *row = x + index[m] * stride;
     float spare[B], best = -INFINITY;
@@ -111,13 +111,14 @@ static int descending(const void *a, const void *b) {
   return p->id < q->id ? -1 : p->id > q->id;
 }
 
-/* The n largest scores, largest first, equal ones by id, and their columns; -inf and column 0
+/* The n largest scores, largest first, equal logits by id, and their columns; -inf and column 0
  * where a row has fewer finite ones. Returns 0, or -1 when scratch memory could not be had. */
 int top_n(const float *x, int64_t stride, const int64_t *index, const float *temperature,
           int64_t M, int64_t V, const int64_t *ids, int64_t n, float *values, int64_t *columns,
           int threads) {
   int64_t blocks = (V + B - 1) / B, failed = 0;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && M * V > WORTH_COMPUTING)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) \
+    if (M > 1 && M * V > WORTH_COMPUTING)
   for (int64_t m = 0; m < M; m++) {
     const float *row = x + index[m] * stride;
     for (int64_t i = 0; i < n; i++) values[m * n + i] = -INFINITY, columns[m * n + i] = 0;
@@ -175,7 +176,7 @@ int top_n(const float *x, int64_t stride, const int64_t *index, const float *tem
 }
 
 /* exp(s - top) in units of 2^-44, s <= top, to the nearest integer. Only operations that every
- * machine rounds alike, in the same order as `masses` in local.py. */
+ * machine rounds alike, in the same order as `masses` in scores.py. */
 static void masses(const float *s, float top, int64_t mass[B]) {
   const vd least = wide(-40.0), to_int = wide(0x1.8p52);
   for (int i = 0; i < B; i += 4) {
@@ -224,7 +225,8 @@ void by_distance(const float *x, int64_t stride, const int64_t *index, const flo
                  int64_t *bins, int threads) {
   memset(bins, 0, M * BINS * sizeof(int64_t));
   int64_t half = (V / 2 + B - 1) / B * B;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (M * V > WORTH_COMPUTING)
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) \
+    if (M * V > WORTH_COMPUTING)
   for (int64_t m = 0; m < M; m++)
     for (int part = 0; part < 2; part++) {
       const float *row = x + index[m] * stride;
@@ -257,25 +259,41 @@ static inline uint32_t ordered(float s) {
   return b >> 31 ? 0u - b : b | 0x80000000u;
 }
 
+static inline float score_of(uint32_t key) {
+  uint32_t b = key >> 31 ? key & 0x7fffffffu : 0u - key;
+  float s;
+  memcpy(&s, &b, 4);
+  return s;
+}
+
 /* Weights by (last - key) >> shift, of the scores at one distance whose keys are in
  * (last - width, last]; at most BINS bins. */
 void by_key(const float *x, int64_t stride, const int64_t *index, const float *temperature,
             int64_t M, int64_t V, const float *top, int64_t is_mass, const int64_t *distance,
             const int64_t *last, int64_t width, int64_t shift, int64_t *bins, int threads) {
   memset(bins, 0, M * BINS * sizeof(int64_t));
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && M * V > WORTH_COMPUTING)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) \
+    if (M > 1 && M * V > WORTH_COMPUTING)
   for (int64_t m = 0; m < M; m++) {
     const float *row = x + index[m] * stride;
-    uint32_t largest_key = (uint32_t)last[m], most = (uint32_t)(width - 1), below[B], digit[2 * B];
+    uint32_t largest_key = (uint32_t)last[m], most = (uint32_t)(width - 1);
+    uint32_t below[B], digit[2 * B];
     float spare[B], s[B], kept[2 * B];
     int32_t apart[B], hit[B], want = (int32_t)distance[m];
     int64_t weight[B], *to = bins + m * BINS;
     int count = 0;
+    /* Scores of those keys; a row's keys may be fewer than `width`, down to that of -inf. */
+    uint32_t infinite = ordered(-INFINITY), room = largest_key - infinite;
+    vf high = splat(score_of(largest_key));
+    vf low = splat(score_of(most < room ? largest_key - most : infinite));
     /* What counts is moved together first, and weighed a block at a time. */
     for (int64_t c = 0; c < V || count > 0; c += B) {
       if (c < V) {
         int32_t some = 0;
         divide(block(row, c, V, spare), temperature[m], s);
+        vi near = {0};
+        for (int i = 0; i < B; i += W) near |= (*(vf *)(s + i) >= low) & (*(vf *)(s + i) <= high);
+        if (!any(near)) continue;
         distances(s, top[m], apart);
         for (int i = 0; i < B; i++) {
           uint32_t key = ordered(s[i]);
@@ -328,7 +346,8 @@ static double noisy(float s, uint64_t hash) {
 void draw(const float *x, int64_t stride, const int64_t *index, const float *temperature,
           int64_t M, int64_t V, const int64_t *ids, const uint64_t *spots, const float *lowest,
           const int64_t *key, const int64_t *start, double *total, int64_t *column, int threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (M > 1 && M * V > WORTH_COMPUTING)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) \
+    if (M > 1 && M * V > WORTH_COMPUTING)
   for (int64_t m = 0; m < M; m++) {
     const float *row = x + index[m] * stride;
     uint64_t k = (uint64_t)key[m], hash[B];

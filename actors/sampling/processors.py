@@ -87,7 +87,7 @@ def processed(
 
 def allowed(masks: RowMasks, vocab: Vocabulary) -> Tensor:
     """Which columns the masks allow, bool [masked rows, V]."""
-    bits = torch.from_numpy(masks.bits.view(np.int32)).to(vocab.ids_V.device)
+    bits = torch.from_numpy(masks.bits.astype(np.int32)).to(vocab.ids_V.device)
     ids = vocab.ids_V.clamp_min(0)
     return (bits[:, ids >> 5] >> (ids & 31).int()) & 1 != 0
 

@@ -144,13 +144,14 @@ class Sampler:
         return logits if logits.stride(1) == 1 else logits.contiguous()
 
     def _draft_columns(self, law: Law, rows: Sequence[LogitsRow], q: Tensor | None) -> Columns:
-        """The needed columns: NaN, or -1 for ids, for rows without a draft."""
-        drafted = np.flatnonzero([row.draft_id >= 0 for row in rows])
+        """The needed columns: NaN, or -1 for ids, for rows without a draft or a law."""
+        has_draft = np.array([row.draft_id >= 0 for row in rows])
+        is_valid = law.sampled_N >= 0
+        drafted = np.flatnonzero(has_draft & is_valid)
+        if q is not None:
+            q = self._columns(q)[torch.from_numpy(is_valid[has_draft]).to(q.device)]
         checks = DraftChecks(
-            law.rows(drafted),
-            [rows[i] for i in drafted.tolist()],
-            None if q is None else self._columns(q),
-            self._entropy_top_k,
+            law.rows(drafted), [rows[i] for i in drafted.tolist()], q, self._entropy_top_k
         )
         found = checks.columns(self._needs) if len(drafted) else {}
         columns: Columns = {}

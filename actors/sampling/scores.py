@@ -131,7 +131,7 @@ class LocalScores(Protocol):
         """Largest logit [M] and its column; equal ones: the lowest id."""
 
     def top_n(self, n: int) -> tuple[Float32Array, Int64Array]:
-        """The n largest scores and their columns [M, n], largest first, equal ones by id.
+        """The n largest scores and their columns [M, n], largest first, equal logits by id.
 
         -inf and column 0 where a row has fewer finite ones.
         """
@@ -196,11 +196,11 @@ class TorchScores:
         return self._first(self.logits[self.on_device(self.index)])
 
     def top_n(self, n: int) -> tuple[Float32Array, Int64Array]:
-        scores = self.dense()
-        # Score and id as one number: no two are equal, so that topk has no choice.
-        keys = (_keys(scores) << 31) + (_NO_ID - self.vocab.ids_V)
+        logits = self.logits[self.on_device(self.index)]
+        # Logit and id as one number: no two are equal, so that topk has no choice.
+        keys = (_keys(logits) << 31) + (_NO_ID - self.vocab.ids_V)
         columns = keys.topk(min(n, keys.shape[1])).indices
-        values = scores.gather(1, columns)
+        values = logits.gather(1, columns) / self.on_device(self.temperature)[:, None]
         columns = columns.where(values > _NEG_INF, 0)
         missing = (0, n - values.shape[1])
         values = torch.nn.functional.pad(values, missing, value=_NEG_INF)

@@ -122,7 +122,8 @@ class ShardedScores:
     def top_n(self, n: int) -> tuple[Float32Array, Int64Array]:
         """Scores and ids of the `n` largest, [M, n], largest first."""
         values, columns = self.local.top_n(n)
-        ids = self.local.vocab.ids[columns]
+        # What fills up a row is the same token for any split.
+        ids = np.where(values > _NEG_INF, self.local.vocab.ids[columns], 0)
         sent = self.from_all(np.stack([values, ids], -1, dtype=np.float64))
         merged = sent.transpose(1, 0, 2, 3).reshape(len(values), -1, 2)
         # By value, equal values by id.
@@ -171,7 +172,8 @@ class ShardedScores:
             top_M: Largest score of each row over all ranks.
             known: Of these rows.
         """
-        known = known.without(lowest_M)
+        if (lowest_M > _NEG_INF).any():
+            known = known.without(lowest_M)
         bins = self.local.by_distance(lowest_M, top_M, True)
         total = self.from_all(bins.sum(-1)).sum(0)
         needed = np.ceil(total * top_p_M).astype(np.int64).clip(1, total)
@@ -222,12 +224,12 @@ class ShardedScores:
         Bins are in order of falling scores. `bins_MB`: this rank's.
         """
         reached = self.from_all(bins_MB).sum(0).cumsum(-1)
-        found = (reached < needed_M[:, None]).sum(-1).clip(max=NUM_BINS - 1)
+        found = (reached >= needed_M[:, None]).argmax(-1)
         before = reached[np.arange(len(found)), found - 1]
         return found, needed_M - np.where(found > 0, before, 0)
 
 
 def log_of(mass: Int64Array) -> Float64Array:
     """Natural logarithm of a mass over that of the likeliest token."""
-    logs: Float64Array = np.log(mass.clip(1) / MASS_UNIT)  # rows of NaN may have any mass
+    logs: Float64Array = np.log(mass / MASS_UNIT)
     return logs

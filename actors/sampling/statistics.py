@@ -28,29 +28,32 @@ def logprob_columns(
 ) -> Columns:
     """LOGPROB, and TOP_IDS with TOP_LOGPROBS, where a request asks.
 
-    Raw: log-softmax before masks and temperature. `sampled_N` is -1 for void rows.
+    Raw: log-softmax before masks and temperature. `sampled_N` is -1 for rows without a sample.
     """
     wants = np.array([row.params.num_logprobs for row in rows])
-    asked = np.flatnonzero(wants >= 0)
-    if len(asked) == 0:
-        return {}
-    raw, sampled = raw.rows(asked), sampled_N[asked]
-    top = raw.best()[0]
-    log_total = top + log_of(raw.total_mass(np.full_like(top, _NEG_INF), top))
-    chosen = np.where(sampled >= 0, raw.gather(sampled), np.nan)
-    logprobs = np.full(len(rows), np.nan, dtype=np.float32)
-    logprobs[asked] = chosen - log_total
-    columns: Columns = {Stat.LOGPROB: logprobs}
     num_top = int(wants.max())
+    if num_top < 0:
+        return {}
+    columns: Columns = {Stat.LOGPROB: np.full(len(rows), np.nan, dtype=np.float32)}
     if num_top > 0:
-        values, ids = raw.top_n(num_top)
         columns[Stat.TOP_IDS] = np.zeros((len(rows), num_top), dtype=np.int32)
         columns[Stat.TOP_LOGPROBS] = np.zeros((len(rows), num_top), dtype=np.float32)
+    asked = np.flatnonzero((wants >= 0) & (sampled_N >= 0))
+    if len(asked) == 0:
+        return columns
+    top = raw.rows(asked).best()[0]
+    # A mask may have hidden what is no number from the sample; the sum has it.
+    asked, top = asked[np.isfinite(top)], top[np.isfinite(top)]
+    if len(asked) == 0:
+        return columns
+    raw = raw.rows(asked)
+    log_total = top + log_of(raw.total_mass(np.full_like(top, _NEG_INF), top))
+    columns[Stat.LOGPROB][asked] = raw.gather(sampled_N[asked]) - log_total
+    if num_top > 0:
+        values, ids = raw.top_n(num_top)
         has_top = wants[asked] > 0
         columns[Stat.TOP_IDS][asked[has_top]] = ids[has_top]
-        with np.errstate(invalid="ignore"):  # rows of infinities
-            values = (values - log_total[:, None]).astype(np.float32)
-        columns[Stat.TOP_LOGPROBS][asked[has_top]] = values[has_top]
+        columns[Stat.TOP_LOGPROBS][asked[has_top]] = (values - log_total[:, None])[has_top]
     return columns
 
 
@@ -183,4 +186,4 @@ class DraftChecks:
         noise = gumbel(keys[:, None], self._shard.local.vocab.ids_V)
         values, columns = (excess.log() + noise).max(-1)
         ids = self._shard.best_of(values.cpu().numpy(), columns.cpu().numpy())[1]
-        return np.where(self._law.sampled_N >= 0, ids, -1)
+        return ids

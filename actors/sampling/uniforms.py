@@ -38,7 +38,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _counters(values: Sequence[int]) -> npt.NDArray[np.uint64]:
-    return np.array([v & _MASK for v in values], dtype=np.uint64)
+    return np.array([int(v) & _MASK for v in values], dtype=np.uint64)
 
 
 def row_keys(
@@ -57,7 +57,8 @@ def row_keys(
             although its token was discarded. 0 (and None) leaves the key as it is without.
     """
     key = _mix(_counters(seeds) + np.uint64(GOLDEN))
-    key = _mix(key ^ _mix(_counters(positions) * np.uint64(GOLDEN) + np.uint64(stream + 1)))
+    purpose = np.uint64(stream * MIX_1 + 1 & _MASK)
+    key = _mix(key ^ _mix(_counters(positions) * np.uint64(GOLDEN) + purpose))
     if steps is not None:
         step = _counters(steps)
         key = np.where(step == 0, key, _mix(key ^ _mix(step * np.uint64(GOLDEN))))

@@ -99,7 +99,7 @@ def assert_same(fast: LocalScores, slow: LocalScores, rng: np.random.Generator) 
 def probabilities(logits: Tensor, kw: dict[str, Any]) -> np.ndarray:
     """The distribution a request asks for."""
     p = params(**kw)
-    x = logits.double() / p.temperature
+    x = (logits / p.temperature).double()
     law: np.ndarray = x.where(kept(logits, p), float("-inf")).softmax(-1).numpy()
     return law
 
@@ -165,7 +165,7 @@ def test_a_grammar_allows_tokens_by_row() -> None:
     for row, tokens in enumerate(([3, 31, 64], [32, 95])):
         for token in tokens:
             bits[row, token // 32] |= np.uint32(1 << token % 32)
-    masks = RowMasks(np.array([2, 0], dtype=np.int32), bits)
+    masks = RowMasks.unpack(RowMasks(np.array([2, 0], dtype=np.int32), bits).pack())
     rows = [LogitsRow(params(), 4), LogitsRow(params(), 5), LogitsRow(params(temperature=0.1), 6)]
     assert sample(logits, rows, masks=masks) == [95, 99, 64]
 
