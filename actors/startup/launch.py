@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.errors import EngineDead, LoadError, WorkerLost
 from actors.kvcache.sizing import KVLayers, KVSizing
-from actors.startup.draft_watch import DraftWatch, Switch
+from actors.startup.draft_watch import DraftWatch, NotRebuildable, Switch
 from actors.startup.nodes import ReplicaNodes
 from actors.startup.preflight import (
     build_acceptance,
@@ -371,10 +371,10 @@ class Replica:
         if self._is_draft_split and is_on_gpu:
             # Its ranks would meet and warm up while the target's compute, in another thread:
             # two communicators on one device at once can wait for each other for ever.
-            raise LoadError(
-                "a drafter that is split over the target's GPUs cannot be rebuilt beside running "
-                "steps; it stays lost until the replica restarts (placement: colocated can be "
-                "rebuilt)"
+            raise NotRebuildable(
+                "it is split over the target's GPUs, where it cannot be made beside running steps; "
+                "a restart of the replica brings it back, and placement: colocated, where the "
+                "method has it, can be rebuilt"
             )
         meeting = self._meet_in_targets()
         ranks = self._targets[: self._seat.num_parts]

@@ -74,6 +74,7 @@ class ReplicaNodes:
         self._addresses = {n["NodeID"]: str(n["NodeManagerAddress"]) for n in ray.nodes()}
         self._sockets = SocketDir()
         self._gates: list[Gate] = []
+        self._is_closed = False
         self._relays: dict[str, Any] = {}
         self._home_relay: Relay | None = None
 
@@ -148,6 +149,8 @@ class ReplicaNodes:
     # --- relays -------------------------------------------------------------------------------
 
     def _relay(self, node: str) -> Any:
+        if self._is_closed:
+            raise InterruptedError("the replica stops")
         if node not in self._relays:
             places = (*self.placement.targets, *self.placement.drafts)
             bundle = next(p.bundle for p in places if self._node(p) == node)
@@ -168,6 +171,7 @@ class ReplicaNodes:
 
     def close(self) -> None:
         """Close the listeners and end the relays. Idempotent."""
+        self._is_closed = True
         for gate in self._gates:
             gate.close()
         for relay in self._relays.values():

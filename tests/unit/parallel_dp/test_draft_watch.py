@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from actors.startup.draft_watch import DraftWatch
+from actors.startup.draft_watch import DraftWatch, NotRebuildable
 
 WAIT_S = 20.0
 
@@ -62,10 +63,10 @@ def watching(engine: Engine, **kw: object) -> Iterator[tuple[DraftWatch, list[in
     def rebuild(generation: int) -> Callable[[], None]:
         tried.append(generation)
         if generation in failing:
-            raise MemoryError("no room")
+            raise failing[generation]
         return lambda: None
 
-    failing = kw.pop("failing", ())
+    failing: Any = kw.pop("failing", {})
     watch = DraftWatch(engine, rebuild, period_s=0.002, **kw)  # type: ignore[arg-type]
     try:
         yield watch, tried
@@ -84,7 +85,7 @@ def lose(engine: Engine, num_looks: int = 3) -> None:
 def test_a_rebuild_waits_until_it_is_in_use_and_each_attempt_has_a_number_of_its_own() -> None:
     engine = Engine()
     engine.holds = True
-    with watching(engine, failing=(1,)) as (watch, tried):
+    with watching(engine, failing={1: MemoryError("no room")}) as (watch, tried):
         engine.lost = "gone"
         assert engine.asked.wait(WAIT_S)
         # The step in flight is long: the engine still says that the drafter is lost.
@@ -92,9 +93,11 @@ def test_a_rebuild_waits_until_it_is_in_use_and_each_attempt_has_a_number_of_its
         for _ in range(10):
             assert engine.beats.acquire(timeout=WAIT_S)
         assert tried == [1, 2], "it is not rebuilt again meanwhile"
+        while engine.looks.acquire(blocking=False):
+            pass
         engine.apply()
-        engine.wait_looks(4)
-        assert watch.state == "well" and watch.num_rebuilds == 2
+        engine.wait_looks(2)
+        assert watch.state == "well" and watch.num_rebuilds == 1
 
 
 def test_the_budget_is_per_hour_and_what_was_not_possible_is_said(
@@ -111,6 +114,14 @@ def test_the_budget_is_per_hour_and_what_was_not_possible_is_said(
         engine.wait_looks(3)
         assert tried == [1, 2, 3] and engine.lost is None
         assert watch.state == "well"
+
+
+def test_a_drafter_that_cannot_be_made_again_stays_lost_and_says_why() -> None:
+    engine = Engine()
+    with watching(engine, failing={1: NotRebuildable("it is split")}) as (watch, tried):
+        engine.lost = "gone"
+        watch._thread.join(WAIT_S)
+        assert tried == [1] and watch.state == "lost (gone) for good: it is split"
 
 
 def test_a_stop_ends_a_rebuild_at_its_next_check_and_the_watch_ends_with_its_engine() -> None:
