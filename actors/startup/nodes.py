@@ -13,12 +13,24 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from parallel.placement import ReplicaPlacement, RolePlacement
+from parallel.placement import ReplicaPlacement, RolePlacement, place_replica
 from parallel.transport.relay import Relay
 from parallel.transport.socket import FrameListener, FrameSocket, Hello, SocketDir
 from parallel.transport.tcp import TcpFrameListener
+from specconfig.engine import EngineConfig
 
 _CALL_TIMEOUT_S = 60.0
+
+
+def replica_placement(config: EngineConfig) -> ReplicaPlacement:
+    """Bundles and shares of one replica. They ask Ray for GPUs where the configuration does, or
+    leaves it open on a cluster that has some."""
+    use_gpus = config.runtime.device == "cuda" or (
+        config.runtime.device == "auto"
+        and ray.is_initialized()
+        and ray.cluster_resources().get("GPU", 0) > 0
+    )
+    return place_replica(config, use_gpus=use_gpus)
 
 
 class Gate:
