@@ -5,15 +5,15 @@
 import os
 from typing import Any, Final
 
-import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import GangSchedulingConfig
 
+from actors.startup.nodes import replica_placement
 from deploy.engine import Engine
 from deploy.engine_client import HandleEngineClient
 from deploy.facts import ServedModel
-from parallel.placement import VERIFIER_CPUS, pack_strategy, place_replica
+from parallel.placement import VERIFIER_CPUS, pack_strategy
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
 from specconfig.readers import check_supported
@@ -81,7 +81,7 @@ def build(args: AppArgs) -> Application:
         max_ongoing_requests=capacity + _REFUSAL_SLOTS,
         max_queued_requests=2 * capacity + _REFUSAL_SLOTS,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
-        placement_group_bundles=_bundles(config),
+        placement_group_bundles=list(replica_placement(config).bundles),
         **_grouping(config),
         ray_actor_options={"num_cpus": VERIFIER_CPUS},
         health_check_period_s=2,
@@ -109,16 +109,3 @@ def _grouping(config: EngineConfig) -> dict[str, Any]:
         return {"placement_group_strategy": pack_strategy(config)}
     return {"gang_scheduling_config": GangSchedulingConfig(gang_size=size)}
 
-
-def _bundles(config: EngineConfig) -> list[dict[str, float]]:
-    """What `actors.startup.launch.Replica.bundles` says, without its imports.
-
-    Those take seconds (torch), and this runs in a task of its own on each deploy; a test keeps the
-    two equal.
-    """
-    use_gpus = config.runtime.device == "cuda" or (
-        config.runtime.device == "auto"
-        and ray.is_initialized()
-        and ray.cluster_resources().get("GPU", 0) > 0
-    )
-    return list(place_replica(config, use_gpus=use_gpus).bundles)

@@ -43,10 +43,11 @@ class RuntimeKnobs(BaseModel):
 def start_replica(config: EngineConfig, placement_group: Any, seat: GangSeat | None) -> Any:
     """Start the real thing. Imported late: the driver that only builds the app needs no torch."""
     from actors.startup.launch import Replica
+    from actors.startup.nodes import replica_placement
 
     if seat is None:
         return Replica.start(config, placement_group)
-    first_bundle = seat.rank * len(Replica.bundles(config))
+    first_bundle = seat.rank * len(replica_placement(config).bundles)
     return Replica.start(config, placement_group, first_bundle, seat.member)
 
 

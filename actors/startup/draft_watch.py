@@ -20,6 +20,10 @@ _HOUR_S = 3600.0
 Switch = Callable[[], None]
 
 
+class NotRebuildable(Exception):
+    """Where this drafter lives it cannot be made again; the message says why and what would do."""
+
+
 class EngineLike(Protocol):
     """The part of `VerifierEngine` that is watched."""
 
@@ -33,8 +37,8 @@ class DraftWatch:
 
     Args:
         engine: Whose drafter it is.
-        rebuild: Makes the drafter of a generation and returns how to change over to it. Raises
-            when that is not possible (this time).
+        rebuild: Makes the drafter of a generation and returns how to change over to it. What it
+            raises ends the attempt, `NotRebuildable` the watch.
         max_per_hour: Rebuilds; a drafter that fails more often has something wrong with it, and
             each rebuild makes running requests start over.
         period_s: Between two looks at the engine.
@@ -97,7 +101,6 @@ class DraftWatch:
     def _bring_back(self, lost: str) -> None:
         logger.warning("the drafter was lost (%s); rebuilding it", lost)
         self.state = f"being rebuilt after: {lost}"
-        self.num_rebuilds += 1
         self._generation += 1  # of each attempt, so that no leftover of one passes for the next
         try:
             switch = self._rebuild(self._generation)
@@ -111,9 +114,14 @@ class DraftWatch:
                 except NotYet:
                     continue
                 break
+            self.num_rebuilds += 1
             logger.info("the drafter is back")
         except InterruptedError:
             logger.info("the replica stops while its drafter is rebuilt")
+        except NotRebuildable as error:
+            self.state = f"lost ({lost}) for good: {error}"
+            logger.error("the drafter is %s", self.state)
+            self._is_stopping.set()
         except Exception as error:
             self.state = f"lost ({lost}); rebuilding it failed: {error}"
             logger.exception("rebuilding the drafter failed")

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.errors import EngineDead, LoadError, WorkerLost
 from actors.kvcache.sizing import KVLayers, KVSizing
-from actors.startup.draft_watch import DraftWatch, Switch
-from actors.startup.nodes import ReplicaNodes
+from actors.startup.draft_watch import DraftWatch, NotRebuildable, Switch
+from actors.startup.nodes import ReplicaNodes, replica_placement
 from actors.startup.preflight import (
     build_acceptance,
     build_lookup_drafter,
@@ -51,11 +51,9 @@ from actors.verifier.limits import EngineLimits
 from parallel.gang.member import GangMember
 from parallel.placement import (
     DrafterHome,
-    ReplicaPlacement,
     RolePlacement,
     drafter_seat,
     pack_strategy,
-    place_replica,
 )
 from parallel.topology import Rendezvous, TopologyError, check_unique_devices
 from parallel.transport.frames import TransportError
@@ -65,13 +63,6 @@ from specconfig.engine import EngineConfig
 logger = logging.getLogger(__name__)
 
 _GENERATION = 1  # of the worker group: its loss ends the replica
-
-
-def _uses_gpus(config: EngineConfig) -> bool:
-    """Whether bundles ask Ray for GPUs: configured, or `auto` on a cluster that has some."""
-    if config.runtime.device == "auto":
-        return bool(ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
-    return config.runtime.device == "cuda"
 
 
 class Replica:
@@ -89,9 +80,8 @@ class Replica:
         self._gang = gang
         self._group = group
         self._owns_group = owns_group
-        placement: ReplicaPlacement = place_replica(config, use_gpus=_uses_gpus(config))
         self._seat = drafter_seat(config)
-        self._nodes = ReplicaNodes(group, placement.shifted(first_bundle))
+        self._nodes = ReplicaNodes(group, replica_placement(config).shifted(first_bundle))
         self._placement = self._nodes.placement
         self._draft_paths: tuple[str, list[str]] | None = None
         self._targets: list[Remote[TargetRole]] = []
@@ -106,11 +96,6 @@ class Replica:
         self.engine: VerifierEngine
 
     # --- start --------------------------------------------------------------------------------
-
-    @staticmethod
-    def bundles(config: EngineConfig) -> list[dict[str, float]]:
-        """Placement group bundles of one replica; needs a connected Ray for `device: auto`."""
-        return list(place_replica(config, use_gpus=_uses_gpus(config)).bundles)
 
     @classmethod
     def start(
@@ -132,7 +117,8 @@ class Replica:
         check_supported(config)
         owns_group = group is None
         if group is None:
-            group = placement_group(cls.bundles(config), strategy=pack_strategy(config))
+            bundles = list(replica_placement(config).bundles)
+            group = placement_group(bundles, strategy=pack_strategy(config))
             ray.get(group.ready(), timeout=LOAD_TIMEOUT_S)
         replica = cls(config, group, owns_group, first_bundle, gang)
         try:
@@ -371,10 +357,10 @@ class Replica:
         if self._is_draft_split and is_on_gpu:
             # Its ranks would meet and warm up while the target's compute, in another thread:
             # two communicators on one device at once can wait for each other for ever.
-            raise LoadError(
-                "a drafter that is split over the target's GPUs cannot be rebuilt beside running "
-                "steps; it stays lost until the replica restarts (placement: colocated can be "
-                "rebuilt)"
+            raise NotRebuildable(
+                "it is split over the target's GPUs, where it cannot be made beside running steps; "
+                "a restart of the replica brings it back, and placement: colocated, where the "
+                "method has it, can be rebuilt"
             )
         meeting = self._meet_in_targets()
         ranks = self._targets[: self._seat.num_parts]

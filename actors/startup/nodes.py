@@ -13,12 +13,24 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from parallel.placement import ReplicaPlacement, RolePlacement
+from parallel.placement import ReplicaPlacement, RolePlacement, place_replica
 from parallel.transport.relay import Relay
 from parallel.transport.socket import FrameListener, FrameSocket, Hello, SocketDir
 from parallel.transport.tcp import TcpFrameListener
+from specconfig.engine import EngineConfig
 
 _CALL_TIMEOUT_S = 60.0
+
+
+def replica_placement(config: EngineConfig) -> ReplicaPlacement:
+    """Bundles and shares of one replica. They ask Ray for GPUs where the configuration does, or
+    leaves it open on a cluster that has some."""
+    use_gpus = config.runtime.device == "cuda" or (
+        config.runtime.device == "auto"
+        and ray.is_initialized()
+        and ray.cluster_resources().get("GPU", 0) > 0
+    )
+    return place_replica(config, use_gpus=use_gpus)
 
 
 class Gate:
@@ -74,6 +86,7 @@ class ReplicaNodes:
         self._addresses = {n["NodeID"]: str(n["NodeManagerAddress"]) for n in ray.nodes()}
         self._sockets = SocketDir()
         self._gates: list[Gate] = []
+        self._is_closed = False
         self._relays: dict[str, Any] = {}
         self._home_relay: Relay | None = None
 
@@ -148,6 +161,8 @@ class ReplicaNodes:
     # --- relays -------------------------------------------------------------------------------
 
     def _relay(self, node: str) -> Any:
+        if self._is_closed:
+            raise InterruptedError("the replica stops")
         if node not in self._relays:
             places = (*self.placement.targets, *self.placement.drafts)
             bundle = next(p.bundle for p in places if self._node(p) == node)
@@ -168,6 +183,7 @@ class ReplicaNodes:
 
     def close(self) -> None:
         """Close the listeners and end the relays. Idempotent."""
+        self._is_closed = True
         for gate in self._gates:
             gate.close()
         for relay in self._relays.values():

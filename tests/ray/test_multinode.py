@@ -20,6 +20,7 @@ from actors.errors import RequestLost
 from actors.requests import GenerateRequest
 from actors.startup.in_process import build_in_process
 from actors.startup.launch import Replica
+from actors.startup.nodes import replica_placement
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
 
@@ -94,7 +95,7 @@ def test_target_and_draft_on_other_nodes_and_the_end_of_each(
     cfg = config(target, spec, placement="dedicated")
     bundles = [
         {**bundle, name: 1.0}
-        for bundle, name in zip(Replica.bundles(cfg), ("one", "two"), strict=True)
+        for bundle, name in zip(replica_placement(cfg).bundles, ("one", "two"), strict=True)
     ]
     group = placement_group(bundles, strategy="PACK")
     ray.get(group.ready(), timeout=60)
@@ -150,7 +151,7 @@ def test_target_ranks_on_two_nodes_give_the_tokens_of_one(
     target, _ = tiny_pair
     expected = plain(target, NGRAM)
     cfg = config(target, NGRAM, tensor_parallel_size=2)
-    group = placement_group(Replica.bundles(cfg), strategy="STRICT_SPREAD")
+    group = placement_group(list(replica_placement(cfg).bundles), strategy="STRICT_SPREAD")
     ray.get(group.ready(), timeout=60)
     replica = Replica.start(cfg, group)
     try:

@@ -14,10 +14,9 @@ from pydantic import ValidationError
 
 from actors.errors import EngineDead
 from actors.requests import GenerateRequest, RunOutput
-from actors.startup.launch import Replica
 from actors.stats import EngineStats
 from actors.verifier.engine import EngineStatus
-from deploy.app import _bundles, api_keys
+from deploy.app import api_keys
 from deploy.engine import STALE_STEP_S, Engine
 from deploy.metrics import METRICS
 from specconfig.app_args import AppArgs
@@ -169,13 +168,6 @@ def test_the_end_stops_the_replica(deployment: Engine, replica: FakeReplica) -> 
     assert replica.stopped
     with pytest.raises(EngineDead, match="shutting down"):
         asyncio.run(deployment.check_health())
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "auto"])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_app_asks_for_the_replica_s_bundles(args: AppArgs, device: str, tp: int) -> None:
-    config = args.model_copy(update={"device": device, "tensor_parallel_size": tp}).resolve()
-    assert _bundles(config) == Replica.bundles(config)
 
 
 def test_api_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from actors.target.actor import TargetActor
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 from parallel.placement import DrafterHome, drafter_seat, place_replica
-from parallel.transport.socket import FrameListener, SocketDir
+from parallel.topology import Rendezvous
+from parallel.transport.frames import ConnectionLost
+from parallel.transport.socket import FrameListener, FrameSocket, SocketDir
 from specconfig import ConfigError, EngineArgs
 from specconfig.engine import EngineConfig
 from tests.tiny import VOCAB_SIZE, byte_tokenizer, write_tiny_model
@@ -77,8 +79,10 @@ def serve_rank(
     orders: dict[str, LoadOrder],
     has_draft_process: bool,
     paths: dict[str, str],
+    rebuild_at: Rendezvous | None = None,
 ) -> dict[str, int]:
-    """What the actors of this rank do, called by their methods."""
+    """What the actors of this rank do, called by their methods. Whoever listens at the control
+    path has the drafter rebuilt."""
     target = TargetActor(config_json, rank)
     actors: list[Any] = [target]
     if has_draft_process:
@@ -92,6 +96,8 @@ def serve_rank(
         threading.Thread(target=actor.loop, args=(paths[actor.role], paths["drafts"], generation))
         for generation, actor in zip((1, 0), actors, strict=False)
     ]
+    if "control" in paths:
+        loops.append(threading.Thread(target=obey, args=(target, paths["control"], rebuild_at)))
     for loop in loops:
         loop.start()
     for loop in loops:
@@ -99,8 +105,25 @@ def serve_rank(
     return dict(target._loaded.group.num_calls)
 
 
+def obey(target: TargetActor, path: str, rebuild_at: Rendezvous | None) -> None:
+    """The actor's second thread: control calls while the steps run."""
+    connection = FrameSocket.connect(path, "control", target._rank, 0, 0, 30.0)
+    try:
+        while True:
+            generation = connection.recv(120.0).step
+            target.rebuild_drafter(generation, rebuild_at)
+            connection.send(1, generation, b"", 5.0)
+    except ConnectionLost:
+        connection.close()
+
+
 @contextmanager
-def running(ranks: Ranks, cfg: EngineConfig) -> Iterator[VerifierEngine]:
+def running(
+    ranks: Ranks,
+    cfg: EngineConfig,
+    control: str | None = None,
+    rebuild_at: Rendezvous | None = None,
+) -> Iterator[VerifierEngine]:
     size = cfg.parallel.tensor_parallel_size
     seat = drafter_seat(cfg)
     is_split = seat is not None and seat.num_parts > 1
@@ -118,7 +141,9 @@ def running(ranks: Ranks, cfg: EngineConfig) -> Iterator[VerifierEngine]:
         "draft": listeners[1].path,
         "drafts": sockets.socket_path("drafts"),
     }
-    ranks.start(size, serve_rank, cfg.to_json(), orders, is_apart, paths)
+    if control is not None:
+        paths["control"] = control
+    ranks.start(size, serve_rank, cfg.to_json(), orders, is_apart, paths, rebuild_at)
     connections = [
         [c for c, _ in sorted((x.accept(60.0) for _ in range(n)), key=lambda item: item[1].rank)]
         for x, n in zip(listeners, (size, num_drafts), strict=True)
