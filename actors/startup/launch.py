@@ -26,6 +26,7 @@ from actors.startup.nodes import ReplicaNodes, replica_placement
 from actors.startup.preflight import (
     build_acceptance,
     build_lookup_drafter,
+    check_q_carrier,
     check_supported,
     load_tokenizer,
     size_kv,
@@ -116,11 +117,14 @@ class Replica:
         """
         check_supported(config)
         owns_group = group is None
-        if group is None:
-            bundles = list(replica_placement(config).bundles)
-            group = placement_group(bundles, strategy=pack_strategy(config))
-            ray.get(group.ready(), timeout=LOAD_TIMEOUT_S)
-        replica = cls(config, group, owns_group, first_bundle, gang)
+        with ExitStack() as undoing:
+            if group is None:
+                bundles = list(replica_placement(config).bundles)
+                group = placement_group(bundles, strategy=pack_strategy(config))
+                undoing.callback(remove_placement_group, group)
+                ray.get(group.ready(), timeout=LOAD_TIMEOUT_S)
+            replica = cls(config, group, owns_group, first_bundle, gang)
+            undoing.pop_all()  # from here on it is the replica's to remove
         try:
             replica._start()
         except BaseException:
@@ -130,7 +134,7 @@ class Replica:
 
     def _start(self) -> None:
         started = time.perf_counter()
-        self._check_q_carrier()
+        check_q_carrier(self.config, is_one_node=self._nodes.is_one_node)
         self._targets = [
             Remote(self._create(Target, place, rank))
             for rank, place in enumerate(self._placement.targets)
@@ -180,18 +184,6 @@ class Replica:
             loaded - started,
             time.perf_counter() - loaded,
         )
-
-    def _check_q_carrier(self) -> None:
-        """Refuse a drafter in processes of its own whose q cannot reach the target."""
-        speculative = self.config.speculative
-        gives_q = speculative is not None and speculative.draft_sample_method == "probabilistic"
-        if gives_q and self._drafts_are_apart and not self._nodes.drafts_are_near:
-            raise LoadError(
-                "speculative_config.draft_sample_method='probabilistic': the draft's probabilities "
-                "reach the target through shared memory, but target and draft processes are on "
-                "several nodes; use placement: fused, fit the replica on one node, or set "
-                "draft_sample_method: greedy"
-            )
 
     def _warn_of_batch_dependence(self) -> None:
         facts = self._target_facts

@@ -102,8 +102,8 @@ class ReplicaNodes:
         return ["verifier" if node == self.home else node for node in nodes]
 
     @property
-    def drafts_are_near(self) -> bool:
-        """Whether every draft process is on the one node that has all target ranks."""
+    def is_one_node(self) -> bool:
+        """Whether target and draft processes are all on one node."""
         places = (*self.placement.targets, *self.placement.drafts)
         return len({self._node(place) for place in places}) == 1
 

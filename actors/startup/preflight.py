@@ -66,6 +66,27 @@ def check_supported(config: EngineConfig) -> None:
         raise LoadError(str(error)) from error
 
 
+def check_q_carrier(config: EngineConfig, *, is_one_node: bool) -> None:
+    """Refuse a drafter whose probabilities cannot reach every target rank.
+
+    They go through shared memory, unless each target rank has its own part of the drafter.
+
+    Raises:
+        LoadError: its processes and the target's are on several nodes.
+    """
+    seat, spec = drafter_seat(config), config.speculative
+    if seat is None or spec is None or spec.draft_sample_method != "probabilistic" or is_one_node:
+        return
+    size = config.parallel.tensor_parallel_size
+    if seat.home is DrafterHome.OWN or (seat.home is DrafterHome.TARGET and seat.num_parts < size):
+        raise LoadError(
+            "speculative_config.draft_sample_method='probabilistic': the draft's probabilities "
+            "reach the target through shared memory, but target and draft are on several nodes; "
+            "fit the replica on one node, use placement: fused with a draft that is split like the "
+            "target, or set draft_sample_method: greedy"
+        )
+
+
 def kv_layers(owner: str, model: ModelConfig, device_type: str) -> KVLayers:
     """KV geometry of a single rank as the config says it, before anything is loaded."""
     dtype: str = model.dtype

@@ -21,9 +21,11 @@ from actors.startup.in_process import build_in_process
 from actors.startup.launch import Replica
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
+from tests.unit.parallel import toy
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("fake_gpu_ray")]
 
+__all__ = ["toy"]  # its import registers the method
 REPEATING = [70, 71, 72, 73] * 8
 
 
@@ -94,19 +96,22 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("placement", ["colocated", "dedicated", "fused"])
+@pytest.mark.parametrize("placement", ["colocated", "dedicated", "with the target"])
 def test_draft_placements_share_devices_as_asked(
     tiny_pair: tuple[Path, Path], placement: str
 ) -> None:
     target, draft = tiny_pair
     if placement == "colocated":
         draft = target  # always right: a draft that comes back whole shows in what is accepted
-    cfg = config(target, {"model": str(draft)}, placement=placement)
+    if placement == "with the target":
+        cfg = config(target, {"method": "toy", "speculator_options": {"fails_in": "absorb"}})
+    else:
+        cfg = config(target, {"model": str(draft)}, placement=placement)
     plain = in_process(config(target, None, device="cpu"), num_logprobs=0)
     replica = Replica.start(cfg)
     try:
         facts = {f["role"]: f for f in replica.describe()["actors"]}
-        if placement == "fused":
+        if placement == "with the target":
             assert set(facts) == {"target"}
         else:
             assert facts["draft"]["pid"] != facts["target"]["pid"]
@@ -123,7 +128,8 @@ def test_draft_placements_share_devices_as_asked(
         assert ask(replica.engine, "c", **sampled).ids == off.ids
         if placement == "colocated":
             a_killed_draft_costs_speed_and_comes_back(replica)
-        if placement == "fused":
+        if placement == "with the target":
+            a_failed_drafter_comes_back_in_the_target_s_process(replica)
             a_killed_target_fails_fast_and_says_why(replica)
         pids = actor_pids(replica).values()
     finally:
@@ -150,6 +156,17 @@ def a_killed_draft_costs_speed_and_comes_back(replica: Replica) -> None:
     drafted = healed.last.speculation.num_draft_tokens
     assert drafted > 0 and healed.last.speculation.num_accepted_tokens == drafted
     assert actor_pids(replica)["draft"] != pid
+
+
+def a_failed_drafter_comes_back_in_the_target_s_process(replica: Replica) -> None:
+    """It was told to fail after some steps, and has."""
+    pid = actor_pids(replica)["target"]
+    wait_until(lambda: replica.describe()["num_draft_rebuilds"] == 1)
+    assert replica.engine.status().draft_lost is None
+    wait_until(lambda: replica.describe()["drafter"] == "well")
+    assert ask(replica.engine, "healed").last.speculation.num_draft_tokens > 0
+    assert actor_pids(replica)["target"] == pid
+    assert replica.engine.stats.num_draft_losses == 1
 
 
 def a_killed_target_fails_fast_and_says_why(replica: Replica) -> None:

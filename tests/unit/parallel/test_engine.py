@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from actors.draft.actor import DraftActor
 from actors.errors import LoadError
 from actors.requests import GenerateRequest
 from actors.startup.in_process import build_in_process
-from actors.startup.preflight import build_lookup_drafter, load_tokenizer
+from actors.startup.preflight import build_lookup_drafter, check_q_carrier, load_tokenizer
 from actors.startup.shell import LoadOrder
 from actors.steps.client import SocketStepClient
 from actors.target.actor import TargetActor
@@ -274,5 +274,11 @@ def test_refused(tiny_pair: tuple[Path, Path]) -> None:
         config(target, 3)
     with pytest.raises(ConfigError, match="enable_expert_parallel"):
         config(target, 2, enable_expert_parallel=True)
+    spec["draft_sample_method"] = "probabilistic"
+    for placement, is_refused in (("dedicated", True), ("colocated", True), ("fused", False)):
+        cfg = config(target, 2, spec, placement=placement)
+        check_q_carrier(cfg, is_one_node=True)
+        with pytest.raises(LoadError, match="on several nodes") if is_refused else nullcontext():
+            check_q_carrier(cfg, is_one_node=False)
     with pytest.raises(LoadError, match="each rank is a process"):
         build_in_process(config(target, 2))
