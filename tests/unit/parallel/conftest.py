@@ -1,4 +1,4 @@
-"""Four real processes that tests use as ranks, started once: importing torch takes seconds."""
+"""Four real processes that tests use as ranks, started once for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Ranks:
 
     def __init__(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
-        context = multiprocessing.get_context("spawn")
+        # The server imports once what each rank would import in seconds, and forks the ranks.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["actors.draft.actor", "actors.target.actor"])
         self._host = GroupHost()
         self._generation = 0
         self._pipes: list[Any] = []
