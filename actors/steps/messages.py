@@ -69,7 +69,7 @@ class Stat(StrEnum):
     DRAFT_PROB = "draft_prob"  # float64: q(d)
     RESIDUAL_ID = "residual_id"  # int32: a draw from max(p - q, 0), normalised
     RESIDUAL_MASS = "residual_mass"  # float64: sum(max(p - q, 0))
-    ENTROPY = "entropy"  # float64: of p, in nats
+    ENTROPY = "entropy"  # float64: -sum(p ln p) over the likeliest tokens (three), in nats
     UNIFORM = "uniform"  # float64 in (0, 1): of the row's position and the step; by the verifier
 
 
