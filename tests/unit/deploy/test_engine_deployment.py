@@ -129,7 +129,7 @@ def test_runtime_knobs_reach_the_engine_and_wrong_ones_are_refused(
 
 def test_leaving_a_stream_closes_it_at_once(deployment: Engine, replica: FakeReplica) -> None:
     async def go() -> None:
-        runs = deployment.generate(GenerateRequest("r", [1]))
+        runs = await deployment.generate(GenerateRequest("r", [1]))
         # What Serve can stream and cancel.
         assert inspect.iscoroutinefunction(deployment.generate) and inspect.isasyncgen(runs)
         await anext(runs)
