@@ -90,6 +90,7 @@ class Standalone(SpeculatorConfig):
 @pytest.fixture(autouse=True)
 def clean_registry() -> Iterator[None]:
     before = dict(registry._custom)
+    registry._custom.clear()  # of other tests in this process
     yield
     registry._custom.clear()
     registry._custom.update(before)
