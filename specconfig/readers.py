@@ -143,7 +143,9 @@ SPECULATIVE_READERS: Mapping[str, Entry] = {
         "drafts from full logits: the argmax is per shard always"
     ),
     "use_heterogeneous_vocab": Planned("drafting with another vocabulary"),
-    "draft_sample_method": Planned("a drafter with probabilities", guard="actors.startup.preflight"),
+    "draft_sample_method": Planned(
+        "a drafter with probabilities", guard="actors.startup.preflight"
+    ),
     "dspark_draft_topk": _HEADS,
     "xpress_topc": _HEADS,
     "prompt_lookup_max": Reader(_NGRAM, "options.prompt_lookup_max"),
