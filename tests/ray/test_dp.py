@@ -1,7 +1,7 @@
-"""Two data-parallel ranks under Serve that share experts: they agree on K and step together; one is
-killed, both are replaced, and nothing is lost.
+"""Two data-parallel ranks under Serve: they agree on K and, where they share experts, step together;
+one is killed, both are replaced, and nothing is lost.
 
-Ranks that share nothing, or that do not agree: tests/unit/parallel_dp/test_gang.py, with engines;
+Ranks that do not agree: tests/unit/parallel_dp/test_gang.py, with engines;
 ranks that share experts, policy by policy: tests/unit/parallel/test_replicas.py, with processes.
 """
 
@@ -24,25 +24,30 @@ import yaml
 from deploy.local import serving
 from deploy.serve_file import read_serve_file
 from tests.serve.conftest import free_port
-from tests.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer
+from tests.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer, write_tiny_model
 from tests.unit.model.conftest import write_family
 from tests.unit.parallel.test_shard import MOE
 
 pytestmark = pytest.mark.ray
+with_experts = pytest.mark.parametrize("url", ["experts"], indirect=True)
 
 # Alone a request drafts 4 tokens a step, beside another one on its rank 1.
 TABLE = [[1, 1, 4], [2, 4, 1]]
 PROMPT = "abcabcabcabcabcabc"
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["experts", "nothing shared"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder, port = tmp_path_factory.mktemp("dp"), free_port()
-    model = write_family(
-        folder / "tiny", "mixtral", **MOE, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID,
-        bos_token_id=256,
-    )  # fmt: skip
-    byte_tokenizer().save_pretrained(model)
+    shares_experts = request.param == "experts"
+    if shares_experts:
+        model = write_family(
+            folder / "tiny", "mixtral", **MOE, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID,
+            bos_token_id=256,
+        )  # fmt: skip
+        byte_tokenizer().save_pretrained(model)
+    else:
+        model = write_tiny_model(folder / "tiny")
     args: dict[str, Any] = {
         "model": str(model),
         "served_model_name": "tiny",
@@ -54,7 +59,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "compile_layers": "off",
         "data_parallel_size": 2,
         "dynamic_k_dp_policy": "agree",
-        "enable_expert_parallel": True,
+        "enable_expert_parallel": shares_experts,
         "speculative_config": {
             "method": "ngram",
             "num_speculative_tokens": 4,
@@ -132,6 +137,7 @@ def _results(response: Any) -> list[Any]:
     return list(response.results(timeout_s=20))
 
 
+@with_experts
 def test_server_info_says_how_k_is_decided_and_where_the_experts_are(url: str) -> None:
     facts = httpx.get(f"{url}/server_info", timeout=20).json()["data_parallel"]
     assert facts["size"] == 2 and facts["dynamic_k_dp_policy"] == "agree"
@@ -141,6 +147,7 @@ def test_server_info_says_how_k_is_decided_and_where_the_experts_are(url: str) -
     assert len({f["gang_id"] for f in ranks}) == 1
 
 
+@with_experts
 def test_ranks_agree_without_late_answers_and_keep_each_other_company(url: str) -> None:
     with ThreadPoolExecutor(5) as pool:
         texts = list(pool.map(lambda n: complete(url, n), range(10)))
