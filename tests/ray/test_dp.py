@@ -1,5 +1,5 @@
-"""Two data-parallel ranks under Serve: they agree on K and, where they share experts, step together;
-one is killed, both are replaced, and nothing is lost.
+"""Two data-parallel ranks under Serve: they agree on K and, where they share experts, step
+together; one is killed, both are replaced, and nothing is lost.
 
 Ranks that do not agree: tests/unit/parallel_dp/test_gang.py, with engines;
 ranks that share experts, policy by policy: tests/unit/parallel/test_replicas.py, with processes.
