@@ -125,7 +125,10 @@ def generate(engine: VerifierEngine, prompts: list[list[int]]) -> list[list[int]
         return [t async for out in engine.generate(request) for t in out.token_ids]
 
     async def everyone() -> list[list[int]]:
-        return list(await asyncio.gather(*(one(i) for i in range(len(prompts)))))
+        with engine._wake:  # all are there before the first step, so that they compete for blocks
+            tasks = [asyncio.ensure_future(one(i)) for i in range(len(prompts))]
+            await asyncio.sleep(0)
+        return list(await asyncio.gather(*tasks))
 
     return asyncio.run(everyone())
 
