@@ -13,6 +13,7 @@ from actors.startup.nodes import replica_placement
 from deploy.engine import Engine
 from deploy.engine_client import HandleEngineClient
 from deploy.facts import ServedModel
+from deploy.grpc.service import GrpcService, Rpcs
 from parallel.placement import VERIFIER_CPUS, pack_strategy
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
@@ -27,8 +28,8 @@ _INGRESS_HEADROOM: Final = 64
 _REFUSAL_SLOTS: Final = 16
 
 
-class Ingress:
-    """The HTTP front: no model, no KV. Any number of replicas."""
+class Ingress(Rpcs):
+    """The front for HTTP and gRPC: no model, no KV. Any number of replicas."""
 
     def __init__(self, engine: Any, args: AppArgs) -> None:
         # Imported here: the driver and the Serve controller only build the app.
@@ -43,6 +44,17 @@ class Ingress:
             ServiceOptions(args.request_timeout_s, args.stream_interval_tokens),
         )
         self._keys = api_keys(args.api_keys_env)
+        from deploy.api_keys import ApiKeys
+        from deploy.front import Front
+
+        self._grpc = GrpcService(
+            Front(
+                HandleEngineClient(engine),
+                TextProcessor.load(served.tokenizer, served.tokenizer_revision),
+                served,
+            ),
+            ApiKeys.from_environment(args.api_keys_env),
+        )
 
     def __serve_build_asgi_app__(self) -> Any:
         from deploy.openai.ingress import create_app

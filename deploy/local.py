@@ -209,6 +209,7 @@ def _deploy(file: ServeFile) -> None:
     schema = ServeDeploySchema.model_validate(file.config)
     client = private_api.serve_start(
         http_options=schema.http_options.model_dump(),
+        grpc_options=schema.grpc_options.model_dump(),
         proxy_location=schema.proxy_location,
     )
     client.deploy_apps(schema)

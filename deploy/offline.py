@@ -1,0 +1,87 @@
+"""An engine in this process, for scripts: no Ray, no server, the clients' own methods.
+
+    >>> with Engine(model="org/model", speculative_config={"method": "ngram", ...}) as engine:
+    ...     engine.generate("Once upon a time", max_tokens=20).text
+    ...     engine.generate_batch(prompts, max_tokens=20)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from actors.requests import GenerateRequest, RunOutput
+from deploy.client.asynchronous import AsyncClient
+from deploy.client.blocking import Client
+from deploy.client.over_handle import front_over
+from deploy.engine_client import ReplicaReport
+from deploy.facts import ServedModel
+from specconfig.engine_args import EngineArgs
+
+if TYPE_CHECKING:
+    from actors.verifier.engine import VerifierEngine
+    from specconfig.engine import EngineConfig
+
+_TIMEOUT_S = 60.0
+
+
+class Engine(Client):
+    """A whole engine in this process.
+
+    Args:
+        progress: Show a bar while it loads.
+        settings: Those of the engine, as in a Serve file's `args` (`model`, `max_model_len`,
+            `speculative_config`, ...).
+
+    Raises:
+        ConfigError: settings that cannot work.
+        LoadError: a model that cannot be served here.
+    """
+
+    def __init__(self, *, progress: bool = True, **settings: Any) -> None:
+        from actors.startup.in_process import build_in_process
+
+        config = EngineArgs(**settings).resolve()
+        with tqdm(desc="Loading", disable=not progress, unit="stage", leave=False) as bar:
+
+            def stage(name: str, number: int, total: int) -> None:
+                bar.total = total
+                bar.set_description(name)
+                bar.update(number - bar.n)
+
+            self._engine = build_in_process(config, on_stage=stage)
+        engines = InProcessEngines(config, self._engine)
+        self._run_over(AsyncClient.over(lambda: front_over(engines, _TIMEOUT_S)))
+
+    def close(self) -> None:
+        """End what is in progress, and the engine. Idempotent."""
+        super().close()
+        self._engine.stop()
+
+
+class InProcessEngines:
+    """The one engine of this process, as surfaces see engines."""
+
+    def __init__(self, config: EngineConfig, engine: VerifierEngine) -> None:
+        self._config = config
+        self._engine = engine
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
+        async with aclosing(self._engine.generate(request)) as runs:
+            async for run in runs:
+                yield run
+
+    async def reports(self, timeout_s: float) -> Sequence[ReplicaReport]:
+        status = self._engine.status()
+        return [ReplicaReport("local", status.error or "", dict(status.stats))]
+
+    async def describe(self, timeout_s: float) -> dict[str, Any]:
+        return {
+            "served": asdict(ServedModel.of(self._config)),
+            "lossless": self._config.is_lossless,
+            "config_digest": self._config.compute_hash(),
+        }
