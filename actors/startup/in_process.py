@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
@@ -24,11 +25,20 @@ from actors.verifier.limits import EngineLimits
 from parallel.placement import DrafterHome, drafter_seat
 from specconfig.engine import EngineConfig
 
+STAGES: Final = ("loading the target", "loading the drafter", "allocating KV", "warming up")
+
 
 def build_in_process(
-    config: EngineConfig, *, tokenizer: Any | None = None, warm_up: bool = True
+    config: EngineConfig,
+    *,
+    tokenizer: Any | None = None,
+    warm_up: bool = True,
+    at_stage: Callable[[str], None] = lambda _stage: None,
 ) -> VerifierEngine:
-    """A whole engine in this process: the same verifier and workers, called directly."""
+    """A whole engine in this process: the same verifier and workers, called directly.
+
+    `at_stage` is told each of `STAGES` as it begins.
+    """
     check_supported(config)
     if config.parallel.tensor_parallel_size > 1:
         raise LoadError(
@@ -38,7 +48,9 @@ def build_in_process(
     device = resolve_device(config)
     if config.runtime.num_threads:
         torch.set_num_threads(config.runtime.num_threads)
+    at_stage(STAGES[0])
     target = TargetRunner(config, device)
+    at_stage(STAGES[1])
     seat = drafter_seat(config)
     is_computed = seat is not None and seat.home is not DrafterHome.VERIFIER
     drafter = build_drafter(config, device, None, target.host) if is_computed else None
@@ -47,14 +59,14 @@ def build_in_process(
         loaded["draft"] = drafter.kv_layers("draft")
     sizing = size_kv(config, device.type, free_device_bytes(device), loaded)
 
-    def ready(host: ModelDrafter | Any) -> None:
-        host.allocate(sizing.num_blocks)
-        if warm_up:
-            host.warm_up()
-
-    ready(target.host)
-    if drafter is not None:
-        ready(drafter)
+    parts: list[ModelDrafter | Any] = [target.host, *filter(None, [drafter])]
+    at_stage(STAGES[2])
+    for part in parts:
+        part.allocate(sizing.num_blocks)
+    at_stage(STAGES[3])
+    if warm_up:
+        for part in parts:
+            part.warm_up()
     client = InProcessStepClient(target, drafter)
     engine = VerifierEngine(
         EngineLimits.from_config(config, sizing.num_blocks),
@@ -66,7 +78,9 @@ def build_in_process(
 
     def rebuild(generation: int) -> Switch:
         new = build_drafter(config, device, None, target.host)
-        ready(new)
+        new.allocate(sizing.num_blocks)
+        if warm_up:
+            new.warm_up()
         return lambda: client.replace_drafter(new, generation)
 
     if is_computed:

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -154,7 +154,7 @@ class VerifierEngine:
             if request is not None:
                 self._post(lambda: self._loop.abort(request))
 
-    async def generate(self, params: GenerateRequest) -> AsyncIterator[RunOutput]:
+    async def generate(self, params: GenerateRequest) -> AsyncGenerator[RunOutput]:
         """Runs of one request, from any asyncio loop. Leaving early aborts the request.
 
         Raises:

@@ -59,7 +59,8 @@ class GrpcRoute:
             )
         except grpc.aio.AioRpcError as error:
             raise _exception(error) from None
-        return json_format.MessageToDict(answer.info)
+        facts: dict[str, Any] = json_format.MessageToDict(answer.info)
+        return facts
 
     async def aclose(self) -> None:
         await self._channel.close()

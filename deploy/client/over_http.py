@@ -100,10 +100,10 @@ class HttpRoute:
         if isinstance(prompt, Text):
             asked = {"prompt": prompt.text, "add_special_tokens": prompt.add_special_tokens}
             counted = await self._json("POST", "/tokenize", asked)
-            room = counted["max_model_len"] - counted["count"]
+            room = int(counted["max_model_len"]) - int(counted["count"])
         else:
             (model,) = (await self._json("GET", "/v1/models"))["data"]
-            room = model["max_model_len"] - len(prompt)
+            room = int(model["max_model_len"]) - len(prompt)
         return max(room, 1)  # the server says what is wrong with a prompt that fills it
 
     async def _json(self, method: str, path: str, body: Any = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf import json_format
 
@@ -29,10 +29,9 @@ _FINISHED: Final = {code: reason for reason, code in _FINISH.items()}
 
 def to_generate_request(sampling: pb.Sampling, request_id: str) -> GenerateRequest:
     """The engine's request, without its prompt."""
-    fields = {
-        name: tuple(value) if name in _REPEATED else value
-        for name, value in ((field.name, value) for field, value in sampling.ListFields())
-    }
+    fields: dict[str, Any] = {field.name: value for field, value in sampling.ListFields()}
+    for name in _REPEATED:
+        fields[name] = tuple(fields.get(name, ()))
     return GenerateRequest(request_id, (), **fields)
 
 
