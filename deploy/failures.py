@@ -83,7 +83,7 @@ def is_replica_loss(error: BaseException) -> bool:
 
 def is_busy(error: BaseException) -> bool:
     """Whether a queue was full."""
-    return isinstance(root_cause(error), BackPressureError | QueueFull)
+    return isinstance(root_cause(error), BackPressureError | QueueFull | ServerBusy)
 
 
 def failure_of(error: BaseException, request_id: str) -> tuple[Failure, str]:

@@ -148,7 +148,7 @@ class AsyncClient:
             )
         running = self._active[request.request_id] = _Running(request.request_id)
         try:
-            route = await self._opened()
+            route = await running.next(self._opened())
             runs = await running.next(route.start(request, prompt))
             async with aclosing(runs):
                 while (run := await running.next(anext(runs, None))) is not None:

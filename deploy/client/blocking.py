@@ -6,12 +6,13 @@ import asyncio
 import queue
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 from actors.requests import RunOutput
 from deploy.client.asynchronous import AsyncClient, Turns
+from deploy.client.routes import Route
 from deploy.failures import RequestAborted
 
 T = TypeVar("T")
@@ -29,6 +30,13 @@ class Client:
         self._run_over(AsyncClient(target, api_key=api_key, timeout_s=timeout_s))
         # A wrong address or application is said here, not with the first request.
         self.describe()
+
+    @classmethod
+    def over(cls, opening: Callable[[], Awaitable[Route]]) -> Self:
+        """A client of the way that `opening` opens."""
+        client = cls.__new__(cls)
+        client._run_over(AsyncClient.over(opening))
+        return client
 
     def _run_over(self, client: AsyncClient) -> None:
         self._client = client
@@ -79,7 +87,7 @@ class Client:
         """Cut what is in progress, which ends with an error, and end the thread. Idempotent."""
         if self._is_closed:
             return
-        self._wait(self._client.aclose())
+        self._wait(_close(self._client))
         self._is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -148,6 +156,15 @@ class Stream(Iterator[RunOutput]):
         # `for` loops that are left early drop their stream without a word.
         if not self._client._is_closed:
             self.cancel()
+
+
+async def _close(client: AsyncClient) -> None:
+    """Close the client; whoever still waits on this loop gets an error."""
+    await client.aclose()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _pump(

@@ -189,3 +189,6 @@ class Rpcs:
     async def Watch(self, _: health_pb2.HealthCheckRequest) -> Any:
         async for answer in self._grpc.watch_health():
             yield answer
+
+    async def List(self, _: health_pb2.HealthListRequest) -> health_pb2.HealthListResponse:
+        return health_pb2.HealthListResponse(statuses={"": await self._grpc.health()})

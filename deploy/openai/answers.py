@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from actors.requests import RunOutput
-from deploy.openai.logprobs import CompletionLogprobs, chat_logprobs
+from deploy.openai.logprobs import CompletionLogprobs, chat_logprobs, finite
 from deploy.openai.protocol import Sampling
 from deploy.openai.usage import usage_of
 from deploy.runs import merge
@@ -93,7 +93,7 @@ class Answer(ABC):
     def _tokens(self, output: RunOutput) -> Json:
         """What `return_token_ids` adds; a special token that text leaves out is an empty string."""
         hidden = self._token_bytes.is_special if self._skip_special else _never
-        return {
+        tokens: Json = {
             "token_ids": list(output.token_ids),
             "accepted": list(output.accepted),
             "token_strs": [
@@ -101,6 +101,12 @@ class Answer(ABC):
                 for i in output.token_ids
             ],
         }
+        if output.logprobs is not None:
+            # Two tokens can have the same text: `top_logprobs` alone does not tell them apart.
+            tokens["top_token_ids"] = [
+                [[i, finite(logprob)] for i, logprob in entry.top] for entry in output.logprobs
+            ]
+        return tokens
 
     def _chunk(self, choices: list[Json], output: RunOutput | None = None) -> Json:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}

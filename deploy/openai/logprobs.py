@@ -12,7 +12,8 @@ from deploy.token_bytes import TokenBytes
 _FLOOR = -9999.0
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """`logprob`, or the floor where JSON has no number for it."""
     return logprob if math.isfinite(logprob) else _FLOOR
 
 
@@ -36,7 +37,7 @@ def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, 
     raw = token_bytes(token_id)
     return {
         "token": raw.decode(errors="replace"),
-        "logprob": _finite(logprob),
+        "logprob": finite(logprob),
         "bytes": list(raw),
     }
 
@@ -61,7 +62,7 @@ class CompletionLogprobs:
         offsets = [self._advance(entry.token_id) for entry in output.logprobs]
         return {
             "tokens": [self._name(entry.token_id) for entry in output.logprobs],
-            "token_logprobs": [_finite(entry.logprob) for entry in output.logprobs],
+            "token_logprobs": [finite(entry.logprob) for entry in output.logprobs],
             "top_logprobs": [self._top(entry) for entry in output.logprobs],
             "text_offset": offsets,
         }
@@ -77,8 +78,8 @@ class CompletionLogprobs:
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         # The sampled token is always there, as in the public API.
-        best = {self._name(i): _finite(lp) for i, lp in entry.top}
-        best.setdefault(self._name(entry.token_id), _finite(entry.logprob))
+        best = {self._name(i): finite(lp) for i, lp in entry.top}
+        best.setdefault(self._name(entry.token_id), finite(entry.logprob))
         return best
 
     def _name(self, token_id: int) -> str:

@@ -30,11 +30,13 @@ class ScriptedEngine:
         self.run_length = run_length
         self.requests: list[GenerateRequest] = []
         self.closed: list[str] = []
+        self.began = threading.Event()
         self.ended = threading.Event()
         # attempt number -> (runs to deliver first, exception)
         self.failures: dict[int, tuple[int, Exception]] = {}
         self.error: str | None = None
         self.delay_s = 0.0
+        self.most_at_once = 0
         self.health: list[ReplicaReport] = [ReplicaReport("a", "", {})]
         self.prompt_len: int | None = None
         self.served: dict[str, Any] = {
@@ -45,6 +47,7 @@ class ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
         attempt = len(self.requests)
         self.requests.append(request)
+        self.began.set()
         if self.prompt_len is None:
             self.prompt_len = len(request.prompt_token_ids)
         start = len(request.prompt_token_ids) - self.prompt_len
@@ -55,6 +58,7 @@ class ScriptedEngine:
         num_runs, failure = self.failures.get(attempt, (-1, None))
         pending = b""
         drafts = accepted_total = 0
+        self.most_at_once = max(self.most_at_once, len(self.requests) - len(self.closed))
         try:
             for run, at in enumerate(range(0, len(ids), self.run_length)):
                 if failure is not None and run == num_runs:
