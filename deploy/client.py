@@ -99,7 +99,8 @@ class Client:
         runs = generate_with_recovery(self._engine, request, self._text.token_bytes)
         async with aclosing(runs):
             async for run in runs:
-                yield run
+                if not run.is_acknowledgment:
+                    yield run
 
     def close(self) -> None:
         """Cut the streams in progress, which end with an error, and end the client's thread."""
