@@ -130,7 +130,9 @@ class TextProcessor:
         elif isinstance(prompt, Text):
             text, adds, param = prompt.text, prompt.add_special_tokens, "prompt"
         else:
-            return prompt
+            # Arrays and tensors, for callers that have them.
+            listed: Sequence[int] = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+            return listed
         _check_text(text, param)
         least = self._bound.least_tokens(text) if self._bound and max_model_len else 0
         if max_model_len is not None and least >= max_model_len:
