@@ -101,7 +101,8 @@ class RunOutput:
 
     @property
     def is_acknowledgment(self) -> bool:
-        return not self.token_ids and self.finish_reason is None and self.error is None
+        is_empty = not (self.token_ids or self.text)
+        return is_empty and self.finish_reason is None and self.error is None
 
 
 def drawn_seed(base: int | None, number: int) -> int:

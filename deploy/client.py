@@ -27,7 +27,7 @@ from deploy.facts import ServedModel
 from deploy.recovery import generate_with_recovery
 from deploy.requests import Seeds, complete_request
 from deploy.runs import merge
-from deploy.text import Conversation, Message, Prompt, Text, TextProcessor
+from deploy.text import Conversation, Prompt, Text, TextProcessor, messages_of
 
 _DESCRIBE_TIMEOUT_S = 30.0
 
@@ -110,7 +110,7 @@ class Client:
 
 def _request(fields: dict[str, Any]) -> GenerateRequest:
     stop = fields.get("stop")
-    if stop is not None:
+    if isinstance(stop, str | list):
         fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     try:
         return GenerateRequest(f"handle-{uuid.uuid4().hex}", (), **fields)
@@ -123,12 +123,10 @@ def _prompt(
 ) -> Prompt:
     if (prompt is None) == (messages is None):
         raise ValueError("give either a prompt or messages")
-    if messages is None:
-        return Text(prompt) if isinstance(prompt, str) else [int(token) for token in prompt or ()]
-    try:
-        return Conversation([Message(**message) for message in messages])
-    except TypeError as error:
-        raise InvalidRequest(f"messages: {error}", param="messages") from None
+    if messages is not None:
+        return Conversation(messages_of(messages))
+    assert prompt is not None
+    return Text(prompt) if isinstance(prompt, str) else prompt
 
 
 async def _pump(
