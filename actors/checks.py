@@ -126,6 +126,11 @@ RULES: Final[tuple[_Rule, ...]] = (
         lambda r, _: _is_list(r.stop_token_ids, MAX_STOP_IDS),
         f"at most {MAX_STOP_IDS} ids are allowed, as a tuple",
     ),
+    (
+        "num_prior_output_tokens",
+        lambda r, _: _is_int(r.num_prior_output_tokens, 0, len(r.prompt_token_ids)),
+        "must be a whole number of at least 0 and at most the prompt's length",
+    ),
     _switch("include_stop_str_in_output"),
     _switch("ignore_eos"),
     _switch("skip_special_tokens"),

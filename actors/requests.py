@@ -25,6 +25,8 @@ class GenerateRequest:
     `stop` strings are found in the decoded text; text and tokens end before the stop string
     unless `include_stop_str_in_output`. `max_tokens` None: up to the context's end. Requests with
     different `cache_salt` share neither cached KV nor what a lookup drafter has learned.
+    `num_prior_output_tokens`: so many ids at the prompt's end are output that the caller has; the
+    text goes on from theirs.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class GenerateRequest:
     speculation_enabled: bool = True
     num_speculative_tokens: int | None = None
     cache_salt: str | None = None
+    num_prior_output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class Client:
         request = complete_request(
             _request(fields), _prompt(prompt, messages), self._text, self._served, self._seeds
         )
-        runs = generate_with_recovery(self._engine, request, self._text.token_bytes)
+        runs = generate_with_recovery(self._engine, request, self._text.detokenizer_of)
         async with aclosing(runs):
             async for run in runs:
                 if not run.is_acknowledgment:

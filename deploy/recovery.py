@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,12 +21,15 @@ from weakref import WeakKeyDictionary
 
 from actors.errors import EngineDead, RequestLost
 from actors.requests import FinishReason, GenerateRequest, RunOutput, SpeculationStats
+from actors.verifier.detokenize import Detokenizer
 from deploy.engine_client import EngineClient
 from deploy.failures import RequestAborted, is_busy, is_replica_loss, root_cause
-from deploy.token_bytes import TokenBytes
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
+
+# The decoder of what a request puts out.
+DetokenizerOf = Callable[[GenerateRequest], Detokenizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,9 @@ class RecoveryPolicy:
 class Journal:
     """What the client has received so far, and how to go on from there."""
 
-    def __init__(self, request: GenerateRequest, token_bytes: TokenBytes) -> None:
+    def __init__(self, request: GenerateRequest, detokenizer_of: DetokenizerOf) -> None:
         self._request = request
-        self._token_bytes = token_bytes
+        self._detokenizer_of = detokenizer_of
         self._emitted: list[int] = []
         self._text = ""
         self._first: RunOutput | None = None
@@ -107,6 +110,7 @@ class Journal:
             request,
             request_id=f"{request.request_id}-r{attempt}",
             prompt_token_ids=[*request.prompt_token_ids, *self._emitted[:kept]],
+            num_prior_output_tokens=request.num_prior_output_tokens + kept,
             max_tokens=None if limit is None else limit - kept,
             min_tokens=max(0, request.min_tokens - kept),
         )
@@ -129,24 +133,15 @@ class Journal:
 
     def _clean_cut(self) -> tuple[int, int]:
         """Most tokens, and their characters, whose text the client has in full."""
-        sent = len(self._text.encode())
-        size = kept = chars = 0
-        pending = b""
+        decoder = self._detokenizer_of(self._request)
+        kept = kept_chars = num_chars = 0
         for index, token_id in enumerate(self._emitted):
-            if not (self._request.skip_special_tokens and self._token_bytes.is_special(token_id)):
-                pending += self._token_bytes(token_id)
-            if index == 0 and pending[:1] == b" " and not self._text.startswith(" "):
-                pending = pending[1:]  # some decoders drop the space in front of the first word
-            try:
-                text = pending.decode()
-            except UnicodeDecodeError:
-                continue
-            size += len(pending)
-            pending = b""
-            if size > sent:
+            num_chars += len(decoder.push((token_id,)))
+            if num_chars > len(self._text):
                 break
-            kept, chars = index + 1, chars + len(text)
-        return kept, chars
+            if not decoder.is_pending:
+                kept, kept_chars = index + 1, num_chars
+        return kept, kept_chars
 
 
 def _added(a: SpeculationStats, b: SpeculationStats) -> SpeculationStats:
@@ -165,7 +160,7 @@ def _added(a: SpeculationStats, b: SpeculationStats) -> SpeculationStats:
 async def generate_with_recovery(
     client: EngineClient,
     request: GenerateRequest,
-    token_bytes: TokenBytes,
+    detokenizer_of: DetokenizerOf,
     policy: RecoveryPolicy | None = None,
     timeout_s: float | None = None,
 ) -> AsyncGenerator[RunOutput]:
@@ -182,7 +177,7 @@ async def generate_with_recovery(
     assert request.seed is not None
     policy = policy or RecoveryPolicy()
     in_time = _Deadline(timeout_s)
-    journal = Journal(request, token_bytes)
+    journal = Journal(request, detokenizer_of)
     attempt = charges = losses = 0
     delay = policy.first_delay_s
     current: GenerateRequest | None = request
@@ -243,7 +238,8 @@ async def generate_with_recovery(
         await in_time(asyncio.sleep(delay))
         delay = min(policy.max_delay_s, delay * 2)
         attempt += 1
-        current = journal.continuation(attempt)
+        # In a thread: it decodes all that was said so far.
+        current = await in_time(asyncio.to_thread(journal.continuation, attempt))
     yield journal.ended_by_length()
 
 

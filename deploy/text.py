@@ -8,7 +8,9 @@ from typing import Any, Final, NoReturn
 
 from actors.checks import encodable, is_encodable, shown
 from actors.errors import InvalidRequest, PromptTooLong
+from actors.requests import GenerateRequest
 from actors.startup.tokenizer import open_tokenizer
+from actors.verifier.detokenize import Detokenizer, detokenizer_of
 from deploy.failures import unsupported
 from deploy.text_bound import TextBound
 from deploy.token_bytes import TokenBytes
@@ -151,6 +153,10 @@ class TextProcessor:
             clean_up_tokenization_spaces=False,
         )
         return text
+
+    def detokenizer_of(self, request: GenerateRequest) -> Detokenizer:
+        """The decoder of a request's output, as engines have it."""
+        return detokenizer_of(self._tokenizer, request)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Vocabulary entries of `ids`."""

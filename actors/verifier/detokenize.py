@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
+from actors.requests import GenerateRequest
+
 _REPLACEMENT = "\ufffd"
 # A character spans at most 4 byte tokens. A longer undecodable tail is invalid bytes, not the
 # head of a character: let it out, or it would grow (and be decoded again) without bound.
@@ -39,9 +41,12 @@ class Detokenizer:
     Args:
         tokenizer: A `transformers` fast tokenizer or a `tokenizers.Tokenizer`.
         skip_special_tokens: Leave special tokens out of the text.
+        context: Tokens of the same text that come before, whose own text is out already.
     """
 
-    def __init__(self, tokenizer: object, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: object, skip_special_tokens: bool, context: Sequence[int] = ()
+    ) -> None:
         self._backend = _backend_of(tokenizer)
         self._skip = skip_special_tokens
         self._skipped_ids = _special_ids(self._backend) if skip_special_tokens else frozenset()
@@ -50,6 +55,14 @@ class Detokenizer:
         self._ids: list[int] = []
         self._num_context = 0
         self._context_text = ""
+        # As many as are looked back at below.
+        self.push([i for i in context if i not in self._skipped_ids][-_MAX_PENDING_TOKENS:])
+        self.flush()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an incomplete character is held back."""
+        return len(self._ids) > self._num_context
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became final with these tokens."""
@@ -69,7 +82,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is still held back, an incomplete character as U+FFFD: no more tokens come."""
-        if len(self._ids) == self._num_context:
+        if not self.is_pending:
             return ""
         return self._release(self._backend.decode(self._ids, skip_special_tokens=self._skip))
 
@@ -86,6 +99,14 @@ class Detokenizer:
         self._num_context = len(self._ids)
         self._context_text = self._backend.decode(self._ids, skip_special_tokens=self._skip)
         return new
+
+
+def detokenizer_of(tokenizer: object, request: GenerateRequest) -> Detokenizer:
+    """The decoder of a request's output, which may go on from output that is in its prompt."""
+    num_prior = request.num_prior_output_tokens
+    prompt = request.prompt_token_ids
+    prior = prompt[len(prompt) - num_prior :]
+    return Detokenizer(tokenizer, request.skip_special_tokens, prior)
 
 
 class StopMatch(NamedTuple):

@@ -92,7 +92,7 @@ class OpenAIService:
         runs = generate_with_recovery(
             self._client,
             request,
-            self._text.token_bytes,
+            self._text.detokenizer_of,
             self._options.recovery,
             self._options.request_timeout_s,
         )

@@ -28,7 +28,7 @@ def collect(
     )
 
     async def go() -> list[RunOutput]:
-        runs = generate_with_recovery(engine, request, text.token_bytes, FAST)
+        runs = generate_with_recovery(engine, request, text.detokenizer_of, FAST)
         return [run async for run in runs if not run.is_acknowledgment]
 
     return asyncio.run(go())
@@ -140,7 +140,7 @@ class Engines:
     async def ask(self, name: str, text: TextProcessor) -> str | Exception:
         request = GenerateRequest(name, [1], seed=7)
         try:
-            runs = generate_with_recovery(self, request, text.token_bytes, FAST)
+            runs = generate_with_recovery(self, request, text.detokenizer_of, FAST)
             return "".join([run.text async for run in runs])
         except Exception as error:
             return error
@@ -193,7 +193,7 @@ def test_a_caller_hears_once_that_its_request_was_taken(text: TextProcessor) -> 
         engines = Engines(ActorDiedError())
         first = asyncio.ensure_future(engines.ask("poison", text))
         runs = generate_with_recovery(
-            engines, GenerateRequest("good", [1], seed=7), text.token_bytes, FAST
+            engines, GenerateRequest("good", [1], seed=7), text.detokenizer_of, FAST
         )
         heard = [run async for run in runs]
         await first
