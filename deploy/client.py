@@ -99,8 +99,7 @@ class Client:
         runs = generate_with_recovery(self._engine, request, self._text.token_bytes)
         async with aclosing(runs):
             async for run in runs:
-                # The engine's word that it took the request is a run without anything.
-                if run.token_ids or run.text or run.finish_reason is not None:
+                if not run.is_acknowledgment:
                     yield run
 
     def close(self) -> None:
