@@ -19,6 +19,7 @@ from deploy.openai.answers import TextAnswer
 from deploy.openai.ingress import max_body_bytes
 from deploy.openai.parsing import parse
 from deploy.openai.protocol import CompletionRequest, TokenizeRequest
+from deploy.openai.service import ServiceOptions
 from deploy.openai.streaming import KEEPALIVE, event, events, with_pauses
 from deploy.text import TextProcessor
 from specconfig.app_args import AppArgs
@@ -314,6 +315,42 @@ def test_pauses_lose_nothing_and_close_what_they_wrap() -> None:
         assert len(closed) == 3
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PLAIN),
+                                            ("/v1/chat/completions", CHAT)])  # fmt: skip
+def test_a_stream_begins_when_an_engine_has_taken_the_request(
+    connect: Connect, engine: ScriptedEngine, path: str, body: dict[str, Any]
+) -> None:
+    sent: list[Any] = []
+
+    async def go() -> None:
+        engine.free_seat = asyncio.Event()
+        coming = [{"type": "http.request", "body": json.dumps({**body, "stream": True}).encode()}]
+        gone = asyncio.Event()
+
+        async def receive() -> Any:
+            if coming:
+                return coming.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if KEEPALIVE.encode() in message.get("body", b""):
+                assert sent[0]["status"] == 200, "the headers went out before a token"
+                engine.free_seat.set()
+
+        async with connect(ServiceOptions(stream_keepalive_s=0.001)) as client:
+            app = client._transport.app  # type: ignore[attr-defined]
+            scope = {"type": "http", "method": "POST", "path": path, "headers": [],
+                     "query_string": b""}  # fmt: skip
+            await _in_time(app(scope, receive, send))
+
+    asyncio.run(go())
+    text = b"".join(message.get("body", b"") for message in sent).decode()
+    assert sse(text.replace(KEEPALIVE, ""))[-1] == "[DONE]" and "Hel" in text
+    assert KEEPALIVE in text
 
 
 def test_a_refusal_stays_a_status_while_streams_have_comments(
