@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 
 from actors.memory import available_bytes
-from deploy.errors import UserError
+from deploy.errors import UserError, one_line
 from specconfig.app_args import AppArgs
 from specconfig.errors import ConfigError
 from specconfig.readers import check_supported
@@ -89,8 +89,3 @@ def _check_memory(args: AppArgs) -> None:
             f"({weights} MiB of weights), this machine has {available // 2**20} MiB free; "
             "close other programs or use a smaller model"
         )
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without its line breaks."""
-    return " ".join(str(error).split())
