@@ -28,9 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # `explain` has options of its own, in the configuration layer.
     if arguments[:1] == ["explain"]:
+        from deploy.serve_file import bundles_of
         from specconfig.explaining.explain import main as explain
 
-        return explain(arguments[1:])
+        return explain(arguments[1:], bundles=bundles_of)
     options = _parser().parse_args(arguments)
     with Stops() as stops:
         try:
@@ -82,13 +83,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, default=None, help="HTTP port (file's, else 8000)")
+    parser.add_argument("--port", type=_port, default=None, help="HTTP port (file's, else 8000)")
     parser.add_argument("--host", default=None, help="HTTP address (file's, else 127.0.0.1)")
     parser.add_argument(
         "--address",
         default=None,
         help="a running Ray cluster to use; without it a private one is started and ended",
     )
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and 1 <= int(text) <= 65535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 1 to 65535")
 
 
 def _version() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,25 +18,13 @@ from typing import Any, Final
 
 import httpx
 
-from deploy.errors import UserError
-from deploy.private_ray import ray_cluster
+from deploy.before_start import check_fits, check_keys, check_port
+from deploy.errors import UserError, one_line
+from deploy.private_ray import num_cpus, ray_cluster
 from deploy.serve_file import ServeFile
 from deploy.stops import Stops
 
 _DRAIN_S: Final = 10.0
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise UserError when nobody can listen on `host:port`."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UserError(
-                f"port {port} on {host} cannot be used ({error.strerror}); "
-                f"choose another with --port, for example --port {port + 1}"
-            ) from None
 
 
 @contextlib.contextmanager
@@ -56,8 +43,16 @@ def serving(
     """
     stops = stops or Stops()
     check_port(file.host, file.port)
+    check_keys(file, address, say)
+    if address is None:
+        check_fits(file, {"CPU": num_cpus()})
     with ray_cluster(address, say, stops):
+        import ray
         from ray import serve
+
+        if address is None:
+            total = ray.cluster_resources()
+            check_fits(file, {"CPU": total.get("CPU", 0.0), "GPU": total.get("GPU", 0.0)})
 
         # Importing it sets the level; what it says at INFO is said here in fewer words.
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -83,7 +78,10 @@ def _deploy(file: ServeFile) -> None:
     from ray.serve._private import api as private_api
     from ray.serve.schema import ServeDeploySchema
 
-    schema = ServeDeploySchema.model_validate(file.config)
+    try:
+        schema = ServeDeploySchema.model_validate(file.config)
+    except ValueError as error:
+        raise UserError(f"Ray Serve refuses the file: {one_line(error)}") from None
     client = private_api.serve_start(
         http_options=schema.http_options.model_dump(),
         grpc_options=schema.grpc_options.model_dump(),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import demo, local, serve_file
+from deploy import before_start, demo, serve_file
 from deploy.errors import UserError
 from deploy.terminal import Marker, Streamed
 
@@ -51,7 +51,7 @@ def test_a_taken_port_is_one_line() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"port {port} .*--port {port + 1}"):
-            local.check_port("127.0.0.1", port)
+            before_start.check_port("127.0.0.1", port)
 
 
 def test_too_little_memory_is_said_before_anything_starts(
