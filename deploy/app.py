@@ -10,6 +10,7 @@ from ray.serve import Application
 from ray.serve.config import GangSchedulingConfig
 
 from actors.startup.nodes import replica_placement
+from deploy.before_start import INGRESS_CPUS
 from deploy.engine import Engine
 from deploy.engine_client import HandleEngineClient
 from deploy.facts import ServedModel
@@ -97,7 +98,7 @@ def build(args: AppArgs) -> Application:
         name=INGRESS_NAME,
         num_replicas=args.num_ingress_replicas,
         max_ongoing_requests=2 * args.ingress_max_ongoing_requests + _INGRESS_HEADROOM,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=DRAIN_S,
         graceful_shutdown_wait_loop_s=0.5,
     )(serve.ingress()(Ingress))
