@@ -108,4 +108,3 @@ def _grouping(config: EngineConfig) -> dict[str, Any]:
     if size == 1:
         return {"placement_group_strategy": pack_strategy(config)}
     return {"gang_scheduling_config": GangSchedulingConfig(gang_size=size)}
-

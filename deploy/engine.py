@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from actors.errors import EngineDead
 from actors.requests import GenerateRequest, RunOutput
+from actors.steps.patience import SUSPECT_SHARE
 from deploy.engine_client import ReplicaReport
 from deploy.facts import ServedModel
 from deploy.gang import GangSeat, describe_gang, take_seat
@@ -21,8 +22,8 @@ from specconfig.engine import EngineConfig
 
 logger = logging.getLogger("ray.serve")
 
-# While work waits, an engine that completed no step for this long is not alive.
-STALE_STEP_S = 60.0
+# Times a step's limit: the engine ends itself at the limit, unless its own thread hangs.
+_STALE_LIMITS = 2.0
 # Drafts after which not one acceptance means that something is wrong, not that the text is hard.
 _NO_ACCEPTANCE_DRAFTS = 200
 
@@ -90,13 +91,14 @@ class Engine:
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        if reason := self._sick():
+        if reason := self._sick(_STALE_LIMITS):
             raise EngineDead(reason)
         self._warn_of_useless_drafts()
 
     async def report(self) -> ReplicaReport:
-        """Health and statistics, for /health and /metrics."""
-        return ReplicaReport(self._name, self._sick(), self._snapshot())
+        """Health and statistics, for /health and /metrics. A step that takes suspiciously long
+        shows here before it ends the replica."""
+        return ReplicaReport(self._name, self._sick(SUSPECT_SHARE), self._snapshot())
 
     async def describe(self) -> dict[str, Any]:
         """Resolved facts, for /server_info."""
@@ -119,15 +121,20 @@ class Engine:
         keys = ("num_running", "num_waiting", "kv_blocks", "acceptance_length")
         return {key: snapshot[key] for key in keys}
 
-    def _sick(self) -> str:
-        """Why the engine cannot be trusted with requests; empty when it can."""
+    def _sick(self, share: float) -> str:
+        """Why the engine cannot be trusted with requests; empty when it can. `share`: of what the
+        step in flight may take, after which it counts."""
         if self._replica is None:
             return "the engine is shutting down"
         status = self._replica.engine.status()
         if not status.is_healthy:
             return status.error or "the engine's step loop has ended"
-        if status.seconds_since_step > STALE_STEP_S:
-            return f"no step was completed for {status.seconds_since_step:.0f} s, with work waiting"
+        limit_s = share * status.step_limit_s
+        if status.seconds_since_step > limit_s:
+            return (
+                f"no step was completed for {status.seconds_since_step:.0f} s, with work waiting; "
+                f"after {limit_s:.0f} s that is too long, as steps were so far"
+            )
         return ""
 
     def _snapshot(self) -> dict[str, Any]:
@@ -143,6 +150,7 @@ class Engine:
                 "used": status.num_referenced_blocks,
             },
             "seconds_since_step": status.seconds_since_step,
+            "step_limit_s": status.step_limit_s,
             "draft_lost": status.draft_lost is not None,
             "speculation_enabled": self._knobs.speculation_enabled,
             "is_lossless": self._config.is_lossless,

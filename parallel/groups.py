@@ -26,9 +26,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from parallel.topology import Rendezvous
 
-# Longer than a step may take (60 s) and than rank 0 waits for a draft process; a rank that is
-# gone is seen at once, as the end of its connections.
-GROUP_TIMEOUT_S = 120.0
+# Longer than any step may take, and than the slowest rank may load: who hangs is for the verifier
+# to say, which ends the processes. A rank that is gone is seen at once, as the end of its
+# connections.
+GROUP_TIMEOUT_S = 3600.0
 
 
 class GroupError(RuntimeError):

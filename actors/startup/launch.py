@@ -46,6 +46,7 @@ from actors.startup.shell import (
     first_failure,
 )
 from actors.steps.client import SocketStepClient
+from actors.steps.patience import StepPatience
 from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
@@ -173,6 +174,7 @@ class Replica:
             tokenizer,
             build_lookup_drafter(self.config),
             build_acceptance(self.config),
+            patience=StepPatience(self.config.runtime.step_timeout_s),
             generation=_GENERATION,
             gang=self._gang,
         )

@@ -17,7 +17,7 @@ from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats
 from actors.verifier.engine import EngineStatus
 from deploy.app import api_keys
-from deploy.engine import STALE_STEP_S, Engine
+from deploy.engine import Engine
 from deploy.metrics import METRICS
 from specconfig.app_args import AppArgs
 from tests.tiny import write_tiny_config
@@ -54,6 +54,7 @@ class FakeEngine:
             num_cached_blocks=1,
             num_referenced_blocks=3,
             seconds_since_step=self.since,
+            step_limit_s=20.0,
             stats=self.counters.snapshot(),
         )
 
@@ -105,8 +106,13 @@ def test_a_stale_and_a_broken_engine_are_unhealthy(
     deployment: Engine, replica: FakeReplica
 ) -> None:
     asyncio.run(deployment.check_health())
-    replica.engine.since = STALE_STEP_S + 1
-    with pytest.raises(EngineDead, match="no step was completed"):
+    replica.engine.since = 9.0
+    assert asyncio.run(deployment.report()).reason == ""
+    replica.engine.since = 11.0  # half of what the step may take: said, and not yet the end
+    assert "for 11 s, with work waiting" in asyncio.run(deployment.report()).reason
+    asyncio.run(deployment.check_health())
+    replica.engine.since = 41.0
+    with pytest.raises(EngineDead, match="no step was completed for 41 s"):
         asyncio.run(deployment.check_health())
     replica.engine.since, replica.engine.healthy = 0.0, False
     with pytest.raises(EngineDead, match="rank 0"):
