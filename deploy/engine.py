@@ -17,6 +17,7 @@ from deploy.facts import ServedModel
 from deploy.gang import GangSeat, describe_gang, take_seat
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
+from specconfig.errors import ConfigError
 from specconfig.runtime_knobs import RuntimeKnobs
 
 logger = logging.getLogger("ray.serve")
@@ -50,6 +51,8 @@ class Engine:
         self._name = _replica_name()
         self._warned = False
         self._knobs = RuntimeKnobs()
+        self._is_configured = False
+        self._refused: str | None = None  # why the last user_config is not in use
         self._config = config
         self._seat = take_seat(config)
         try:
@@ -67,9 +70,25 @@ class Engine:
         return runs
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
-        """Apply the runtime knobs. Unknown keys are refused and the update fails."""
+        """Apply the runtime knobs.
+
+        Only a first start is refused for wrong ones. Raising from a later update would make Serve
+        replace a replica that runs well with ones that cannot start: it keeps what it has, and
+        says so in log, /server_info and metrics.
+
+        Raises:
+            ConfigError: the first ones cannot work.
+        """
         limit = self._config.num_speculative_tokens
-        knobs = RuntimeKnobs.of(user_config, limit)
+        try:
+            knobs = RuntimeKnobs.of(user_config, limit)
+        except ConfigError as error:
+            if not self._is_configured:
+                raise
+            self._refused = str(error)
+            logger.error("user_config is refused, the last one stays in use: %s", error)
+            return
+        self._is_configured, self._refused = True, None
         wanted = limit if knobs.max_speculative_tokens is None else knobs.max_speculative_tokens
         self._replica.engine.set_speculation(knobs.speculation_enabled, wanted)
         self._knobs = knobs
@@ -95,6 +114,7 @@ class Engine:
             "config": config.model_dump(
                 mode="json", exclude={"decisions": True, "model": {"hf_config"}}
             ),
+            "user_config": {**self._knobs.model_dump(), "refused": self._refused},
             "verifier_pid": os.getpid(),
             "replica": self._replica.describe(),
             "data_parallel": describe_gang(config, self._seat),
@@ -139,6 +159,7 @@ class Engine:
             "draft_lost": status.draft_lost is not None,
             "speculation_enabled": self._knobs.speculation_enabled,
             "is_lossless": self._config.is_lossless,
+            "user_config_refused": self._refused is not None,
         }
 
     def _warn_of_useless_drafts(self) -> None:

@@ -229,6 +229,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "is_lossless",
         "1 when outputs follow exactly the target's distribution.",
     ),
+    MetricSpec(
+        "paceline_user_config_refused",
+        "gauge",
+        "user_config_refused",
+        "1 while the last user_config was refused and the one before is in use; /server_info says "
+        "why.",
+    ),
 )
 
 
