@@ -84,6 +84,7 @@ class HandleEngineClient:
             return first.result()
         finally:
             first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
 
     async def reports(self, timeout_s: float) -> Sequence[ReplicaReport]:
         try:
