@@ -408,7 +408,7 @@ def _collective_ms(width: int) -> float:
 
     from parallel.groups import GroupHost
 
-    host = GroupHost()
+    host = GroupHost("127.0.0.1")
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
         jobs = [(rank, host.port, width) for rank in range(2)]
@@ -422,7 +422,9 @@ def _time_collectives(rank: int, port: int, width: int, repeats: int = 300) -> f
     from parallel.topology import Rendezvous
 
     torch.set_num_threads(1)
-    group = join_group(Rendezvous("127.0.0.1", port, "target", 2, 1), rank, torch.device("cpu"))
+    group = join_group(
+        Rendezvous("127.0.0.1", port, "target", 2, 1, "key"), rank, torch.device("cpu")
+    )
     samples = []
     for _ in range(repeats):
         started = time.perf_counter()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, NamedTuple, Protocol
+
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from actors.requests import GenerateRequest, RunOutput
 from deploy.failures import root_cause
+from deploy.outlook import Outlook, ask_serve
 
 
 class ReplicaReport(NamedTuple):
@@ -39,23 +42,51 @@ class EngineClient(Protocol):
 class HandleEngineClient:
     """Engines behind a Serve deployment handle."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, outlook: Outlook | None = None) -> None:
         self._handle = handle
         self._stream = handle.options(method_name="generate", stream=True)
         self._names: set[str] = set()  # of the replicas last heard of
+        self._outlook = outlook or Outlook(
+            lambda: ask_serve(handle.app_name, handle.deployment_name)
+        )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
+        """As the contract says.
+
+        Raises:
+            NoReplicaComing: nobody takes the request, and nobody will.
+        """
         response = self._stream.remote(request)
         finished = False
         try:
-            async for output in response:
+            outputs = aiter(response)
+            first = await self._first(outputs)
+            if first is not None:
+                finished = first.finish_reason is not None or first.error is not None
+                yield first
+            async for output in outputs:
                 finished = output.finish_reason is not None or output.error is not None
                 yield output
+        except DeploymentUnavailableError:
+            await self._outlook.check()
+            raise
         finally:
             # Serve cancels its own children only when the caller's request is cancelled; a caller
             # that merely stops reading (stop, timeout, recovery) must say so.
             if not finished:
                 response.cancel()
+
+    async def _first(self, outputs: AsyncIterator[RunOutput]) -> RunOutput | None:
+        """The first output; None at the end. Without a replica it waits in Serve's router, so that
+        now and then Serve is asked whether one is coming."""
+        first = asyncio.ensure_future(anext(outputs, None))
+        try:
+            while not (await asyncio.wait({first}, timeout=self._outlook.look_s))[0]:
+                await self._outlook.check()
+            return first.result()
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
 
     async def reports(self, timeout_s: float) -> Sequence[ReplicaReport]:
         try:

@@ -111,6 +111,13 @@ class EngineFields(BaseModel):
         default="auto", description="Compile decoder layers."
     )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads per rank.")
+    step_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=3600,
+        description="A step that takes longer ends the replica; None = many times what such steps "
+        "took so far.",
+    )
     target_gpu_fraction: float = Field(
         default=0.7, gt=0, le=1, description="GPU share of a target rank next to a draft rank."
     )

@@ -168,6 +168,9 @@ class RuntimeConfig(Frozen):
     batch_invariant: bool = Field(description="Bitwise equal output for any batching or K.")
     compile_layers: Literal["auto", "on", "off"] = Field(description="Compile decoder layers.")
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads per rank.")
+    step_timeout_s: float | None = Field(
+        default=None, gt=0, description="Limit of each step; None = learnt from the steps."
+    )
     seed: int | None = Field(
         ge=0, description="Seed of requests that bring none; None = a fresh one for each."
     )

@@ -101,6 +101,7 @@ ENGINE_READERS: Mapping[str, Entry] = {
     "batch_invariant": Reader(_HOST, "runtime.batch_invariant"),
     "compile_layers": Reader(_HOST, "runtime.compile_layers"),
     "num_threads": Reader("actors.startup.launch:Replica", "runtime.num_threads"),
+    "step_timeout_s": Reader("actors.startup.launch:Replica", "runtime.step_timeout_s"),
     "target_gpu_fraction": Reader(_PLACE, "runtime.target_gpu_fraction"),
     "draft_gpu_fraction": Reader(_PLACE, "runtime.draft_gpu_fraction"),
     "dynamic_k_dp_policy": Reader("deploy.gang:agrees_on_k", "parallel.dynamic_k_dp_policy"),

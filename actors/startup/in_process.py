@@ -18,6 +18,7 @@ from actors.startup.preflight import (
 )
 from actors.startup.workers import ModelDrafter, build_drafter, free_device_bytes, resolve_device
 from actors.steps.client import InProcessStepClient
+from actors.steps.patience import StepPatience
 from actors.target.runner import TargetRunner
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
@@ -62,6 +63,7 @@ def build_in_process(
         tokenizer if tokenizer is not None else load_tokenizer(config),
         build_lookup_drafter(config),
         build_acceptance(config),
+        StepPatience(config.runtime.step_timeout_s),
     )
 
     def rebuild(generation: int) -> Switch:

@@ -8,6 +8,7 @@ size, allocate, warm up), then each runs its step loop on a socket until it clos
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ from actors.startup.shell import (
     first_failure,
 )
 from actors.steps.client import SocketStepClient
+from actors.steps.patience import StepPatience
 from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
@@ -173,6 +175,7 @@ class Replica:
             tokenizer,
             build_lookup_drafter(self.config),
             build_acceptance(self.config),
+            patience=StepPatience(self.config.runtime.step_timeout_s),
             generation=_GENERATION,
             gang=self._gang,
         )
@@ -244,11 +247,11 @@ class Replica:
             check_unique_devices(identities)
         except TopologyError as error:
             raise LoadError(str(error)) from error
-        (port,) = collect([ranks[0].ask(RankRole.open_rendezvous)])
         is_one_node = len({identity.node_id for identity in identities}) == 1
         host = "127.0.0.1" if is_one_node else identities[0].node_ip
+        (port,) = collect([ranks[0].ask(RankRole.open_rendezvous, host)])
         self._num_meetings += 1
-        return Rendezvous(host, port, role, len(ranks), self._num_meetings)
+        return Rendezvous(host, port, role, len(ranks), self._num_meetings, secrets.token_hex(16))
 
     def _meet_drafts(self) -> Rendezvous | None:
         """Of a draft that is split over processes of its own."""
@@ -275,12 +278,12 @@ class Replica:
         if gang.rank == 0:
             first = self._targets[0]
             (identity,) = collect([first.ask(RankRole.identify)])
-            (own_port,) = collect([first.ask(RankRole.open_rendezvous)])
-            body = f"{identity.node_ip} {own_port}".encode()
+            (own_port,) = collect([first.ask(RankRole.open_rendezvous, identity.node_ip)])
+            body = f"{identity.node_ip} {own_port} {secrets.token_hex(16)}".encode()
         try:
-            host, _, port = gang.share(body, LOAD_TIMEOUT_S).decode().partition(" ")
+            host, port, key = gang.share(body, LOAD_TIMEOUT_S).decode().split(" ")
             size = self.config.parallel.data_parallel_size
-            meeting = Rendezvous(host, int(port), "experts", size, _GENERATION)
+            meeting = Rendezvous(host, int(port), "experts", size, _GENERATION, key)
             joining = [
                 t.ask(TargetRole.join_replicas, meeting, gang.rank, LOAD_TIMEOUT_S)
                 for t in self._targets

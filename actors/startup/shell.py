@@ -67,8 +67,8 @@ class RankRole(ABC):
         """Node and device of this rank."""
 
     @abstractmethod
-    def open_rendezvous(self) -> int:
-        """Rank 0: the port at which the ranks meet."""
+    def open_rendezvous(self, host: str) -> int:
+        """Rank 0: the port at which the ranks meet, at `host`, an address of its node."""
 
     @abstractmethod
     def load(self, order: LoadOrder) -> RankFacts:

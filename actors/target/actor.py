@@ -76,7 +76,7 @@ class TargetActor(RankActor, TargetRole):
             meeting._replace(role=f"{meeting.role}-{self._rank}"),
             replica,
             self._loaded.device,
-            host=self._meeting_place if replica == 0 else None,
+            host=self._meeting_places.get(meeting.host) if replica == 0 else None,
             meeting_timeout_s=timeout_s,
         )
         self._loaded.target.host.model.join_replicas(self._replicas)

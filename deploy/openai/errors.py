@@ -20,6 +20,7 @@ from ray.serve.exceptions import BackPressureError
 from actors.checks import encodable, shown
 from actors.errors import EngineDead, QueueFull, RequestError
 from deploy.failures import RequestAborted, is_replica_loss, root_cause
+from deploy.outlook import NoReplicaComing
 
 logger = logging.getLogger("ray.serve")
 _MAX_CHARS: Final = 2000
@@ -120,6 +121,8 @@ def from_exception(error: BaseException, request_id: str) -> ApiError:
         return ApiError(
             408, str(cause) or "the request took too long", kind="timeout_error", code="timeout"
         )
+    if isinstance(cause, NoReplicaComing):
+        return unavailable(f"{cause}; request {request_id} was not started", retry_after_s=30)
     if is_replica_loss(cause):
         logger.error("request %s lost its engine: %s", request_id, cause)
         detail = str(cause) if isinstance(cause, EngineDead) else "the engine replica was lost"

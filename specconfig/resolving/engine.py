@@ -73,6 +73,7 @@ def resolve_engine(args: EngineFields, facts: FactsSource | None = None) -> Engi
             batch_invariant=args.batch_invariant,
             compile_layers=args.compile_layers,
             num_threads=args.num_threads,
+            step_timeout_s=args.step_timeout_s,
             seed=args.seed,
             target_gpu_fraction=args.target_gpu_fraction,
             draft_gpu_fraction=args.draft_gpu_fraction,

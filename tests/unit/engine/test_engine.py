@@ -17,6 +17,7 @@ from actors.requests import FinishReason, RunOutput
 from actors.sampling.uniforms import Stream, uniforms
 from actors.steps.client import InProcessStepClient
 from actors.steps.messages import INVALID_SAMPLE, RowMasks, Stat, token_array
+from actors.steps.patience import StepPatience
 from actors.verifier.engine import VerifierEngine
 from tests.unit.engine import fakes
 from tests.unit.engine.test_text import BYTES
@@ -40,7 +41,7 @@ class Engines:
         elif guess is not None:
             drafter = fakes.FakeLookup(guess)
         client = InProcessStepClient(target, host)
-        engine = VerifierEngine(limits, client, tokenizer, drafter, step_timeout_s=10)
+        engine = VerifierEngine(limits, client, tokenizer, drafter, patience=StepPatience(10.0))
         engine.target, engine.host, engine.drafter = target, host, drafter
         self.made.append(engine)
         return engine
