@@ -21,6 +21,7 @@ from specconfig.model import (
     RuntimeConfig,
     SchedulerConfig,
 )
+from specconfig.resolving.bits import note_batch_invariance
 from specconfig.resolving.budgets import check_budgets
 from specconfig.resolving.served_speculator import serve_speculators_model
 from specconfig.resolving.speculation import resolve_speculation
@@ -81,6 +82,8 @@ def resolve_engine(args: EngineFields, facts: FactsSource | None = None) -> Engi
         ),
         speculative=speculative,
     )
+    given_bits = "batch_invariant" in args.model_fields_set
+    note_batch_invariance(config, log, "given" if given_bits else "default")
     check_budgets(config, log)
     return config.model_copy(
         update={"decisions": tuple(log.decisions), "warnings": tuple(log.warnings)}
