@@ -23,6 +23,7 @@ from actors.model.kv import KVGeometry
 from actors.model.sharded import load_shard
 from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import RankGroup, SingleRank, TPGroup
+from parallel.weight_faults import faults_in_words, without_known
 
 logger = logging.getLogger(__name__)
 
@@ -117,21 +118,34 @@ def load_causal_lm(
         )
     else:
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
                 attn_implementation=interface.ATTENTION_NAME,
                 use_safetensors=None if gguf else True,
                 trust_remote_code=False,
+                # Not to load them: so that all that is wrong is told at once.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
                 **common,
             )
         except Exception as error:
             raise LoadError(f"cannot load {location!r}: {first_line(error)}") from error
+        _refuse_faults(location, model, report)
     model = model.to(device).eval().requires_grad_(False)
     # Shapes only: other ranks may still be loading.
     with group.muted() if isinstance(group, RankGroup) else nullcontext():
         return look_into(model, location)
+
+
+def _refuse_faults(location: str, model: Any, report: dict[str, Any]) -> None:
+    """Raise LoadError when transformers made up a weight, or left one out."""
+    missing, unexpected = without_known(model, report["missing_keys"], report["unexpected_keys"])
+    shapes = {name: (there, wanted) for name, there, wanted in report["mismatched_keys"]}
+    told = faults_in_words(missing, unexpected, shapes)
+    if told is not None:
+        raise LoadError(f"{location}: the checkpoint {told}")
 
 
 def look_into(model: nn.Module, location: str) -> LoadedModel:
