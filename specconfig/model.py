@@ -75,7 +75,9 @@ class ModelConfig(Frozen):
     architecture: str = Field(description="First entry of `architectures`, or ''.")
     model_type: str = Field(description="HF model_type.")
     is_moe: bool = Field(description="Whether any layer has routed experts.")
-    eos_token_ids: tuple[int, ...] = Field(description="Ids that end a sequence.")
+    eos_token_ids: tuple[int, ...] = Field(
+        description="Ids that end an answer: of the configs, the tokenizer and its chat template."
+    )
     bos_token_id: int | None = Field(description="Id that starts a sequence, if any.")
     sliding_window: int | None = Field(default=None, description="Window in tokens, if used.")
     layer_types: tuple[str, ...] = Field(default=(), description="Per-layer attention kind.")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specconfig.facts.source import FactsSource, expand
+from specconfig.errors import ConfigError
+from specconfig.facts.gguf_header import read_header
+from specconfig.facts.source import FactsSource, TokenizerFiles, expand
 from specconfig.model import ModelConfig
 
 
-def _local_vocab(model: str) -> dict[str, int] | None:
-    path = Path(expand(model)) / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def vocabulary(loaded: Mapping[str, Any]) -> dict[str, int]:
+    """Ids of all tokens of a tokenizer.json, the added ones included."""
     base = loaded.get("model", {}).get("vocab", {})
     if isinstance(base, list):
         vocab = {str(entry[0]): index for index, entry in enumerate(base)}
@@ -29,6 +24,17 @@ def _local_vocab(model: str) -> dict[str, int] | None:
     return vocab
 
 
+def _read_vocab(model: str, revision: str | None) -> dict[str, int] | None:
+    path = Path(expand(model))
+    try:
+        if path.suffix == ".gguf" and path.is_file():
+            tokens = read_header(path, with_tokens=True).tokens
+            return {token: index for index, token in enumerate(tokens)} or None
+        return vocabulary(TokenizerFiles(model, revision).json("tokenizer.json")) or None
+    except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # of a form that nobody knows
+
+
 def _vocab(
     source: FactsSource | None, model: str, revision: str | None
 ) -> Mapping[str, Any] | None:
@@ -36,7 +42,7 @@ def _vocab(
     if provider is not None:
         found: Mapping[str, Any] | None = provider(model, revision)
         return found
-    return _local_vocab(model) if source is None else None
+    return _read_vocab(model, revision) if source is None else None
 
 
 def same_tokenizer(
