@@ -42,6 +42,7 @@ def kept(file: Path, what: str) -> Path | None:
 
 def keep(file: Path, what: str, num_bytes: int, write: Callable[[Path], None]) -> None:
     """Have `what` was made of `file` written into a folder, about `num_bytes`, and keep it.
+    Inside `one_at_a_time`.
 
     Others see all of it or nothing. Where it cannot be kept, the log says why.
     """
@@ -56,7 +57,9 @@ def keep(file: Path, what: str, num_bytes: int, write: Callable[[Path], None]) -
                 file, what, num_bytes >> 20, folder.parent, free >> 20,
             )  # fmt: skip
             return
-        scratch = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+        for left in folder.parent.glob(f".{what}-*"):  # of one that was killed meanwhile
+            shutil.rmtree(left, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{what}-", dir=folder.parent))
         write(scratch)
         sizes = {p.name: p.stat().st_size for p in scratch.iterdir()}
         (scratch / _MANIFEST).write_text(json.dumps(sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -46,13 +47,45 @@ def test_kept_until_the_file_changes(file: Path) -> None:
     assert kept(file, "weights") is None
 
 
-def test_the_loser_of_a_race_leaves_nothing(file: Path) -> None:
-    def write_while_another_comes_first(folder: Path) -> None:
-        write(folder)
-        keep(file, "weights", 3, write)
+def test_nothing_is_left_of_one_that_was_killed(file: Path) -> None:
+    def die(folder: Path) -> None:
+        (folder / "weights").write_text("half of")
+        (folder / "more").mkdir()
+        raise SystemExit
 
-    keep(file, "weights", 3, write_while_another_comes_first)
-    assert kept(file, "weights") is not None and len(places(file)) == 1
+    with pytest.raises(SystemExit), one_at_a_time(file, "weights"):
+        keep(file, "weights", 3, die)
+    keep(file, "weights", 3, write)
+    (folder,) = places(file)
+    (folder.parent / ".weights-killed").mkdir()
+    drop(file, "weights")
+    keep(file, "weights", 3, write)
+    assert places(file) == [folder] and kept(file, "weights") == folder
+
+
+def test_what_another_has_kept_stays(file: Path) -> None:
+    keep(file, "weights", 3, write)
+    keep(file, "weights", 3, lambda folder: (folder / "weights").write_text("other") and None)
+    folder = kept(file, "weights")
+    assert folder is not None and (folder / "weights").read_text() == "abc"
+    assert places(file) == [folder]
+
+
+def test_two_processes_convert_one_after_the_other(file: Path) -> None:
+    order: list[str] = []
+
+    def convert(name: str) -> None:
+        with one_at_a_time(file, "weights"):
+            if kept(file, "weights") is None:
+                order.append(name)
+                keep(file, "weights", 3, write)
+
+    threads = [threading.Thread(target=convert, args=(name,)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(order) == 1
 
 
 def test_what_is_not_whole_is_not_used(file: Path) -> None:
