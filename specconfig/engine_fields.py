@@ -75,7 +75,11 @@ class EngineFields(BaseModel):
     )
     block_size: int = Field(default=16, ge=1, description="Tokens per KV block.")
     gpu_memory_utilization: float = Field(
-        default=0.9, gt=0, le=1, description="KV's share of the memory free once models are loaded."
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of a GPU's whole memory for weights, activations and KV of this "
+        "replica's processes on it; CPUs do not read it.",
     )
     kv_cache_memory_bytes: int | None = Field(
         default=None, ge=1, description="KV bytes per rank, or '512MiB'; None = engine sizes it."

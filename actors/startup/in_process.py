@@ -16,7 +16,7 @@ from actors.startup.preflight import (
     load_tokenizer,
     size_kv,
 )
-from actors.startup.workers import ModelDrafter, build_drafter, free_device_bytes, resolve_device
+from actors.startup.workers import ModelDrafter, build_drafter, measure_memory, resolve_device
 from actors.steps.client import InProcessStepClient
 from actors.steps.patience import StepPatience
 from actors.target.runner import TargetRunner
@@ -46,7 +46,7 @@ def build_in_process(
     loaded = {"target": target.host.kv_layers("target")}
     if drafter is not None:
         loaded["draft"] = drafter.kv_layers("draft")
-    sizing = size_kv(config, device.type, free_device_bytes(device), loaded)
+    sizing = size_kv(config, [measure_memory(config, device, str(device), loaded, target.host)])
 
     def ready(host: ModelDrafter | Any) -> None:
         host.allocate(sizing.num_blocks)

@@ -21,7 +21,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.errors import EngineDead, LoadError, WorkerLost
-from actors.kvcache.sizing import KVLayers, KVSizing
 from actors.startup.draft_watch import DraftWatch, NotRebuildable, Switch
 from actors.startup.nodes import ReplicaNodes, replica_placement
 from actors.startup.preflight import (
@@ -150,14 +149,17 @@ class Replica:
         drafts_loading = [d.ask(RankRole.load, draft_order) for d in self._drafts]
         # Its import takes a while too: let it run beside the actors' loading.
         tokenizer = load_tokenizer(self.config)
-        facts = collect([*loading, *drafts_loading])
+        collect([*loading, *drafts_loading])
         loaded = time.perf_counter()
-        sizing = self._size_kv(facts)
-        self._num_blocks = sizing.num_blocks
-        everyone: list[Remote[Any]] = [*self._targets, *self._drafts]
-        collect([rank.ask(RankRole.allocate, sizing.num_blocks) for rank in everyone])
         if num_replicas > 1:
             self._join_replicas()
+        everyone: list[Remote[Any]] = [*self._targets, *self._drafts]
+        # One role after the other: where they share a device, each measures on a quiet one.
+        memory = collect([target.ask(TargetRole.measure) for target in self._targets])
+        memory += collect([draft.ask(RankRole.measure) for draft in self._drafts])
+        sizing = size_kv(self.config, memory)
+        self._num_blocks = sizing.num_blocks
+        collect([rank.ask(RankRole.allocate, sizing.num_blocks) for rank in everyone])
         facts = collect([rank.ask(RankRole.warm_up) for rank in everyone])
         self._target_facts = facts[: len(self._targets)]
         self._draft_facts = facts[len(self._targets) :]
@@ -291,18 +293,6 @@ class Replica:
             collect(joining, gang.check)
         except TransportError as error:
             raise WorkerLost(f"data-parallel rank {gang.rank}: {error}") from error
-
-    def _size_kv(self, facts: Sequence[RankFacts]) -> KVSizing:
-        """KV blocks that fit every rank: the same ids are used on all of them."""
-        targets = [fact for fact in facts if fact.role == "target"]
-        free = [f.free_device_bytes for f in targets if f.free_device_bytes is not None]
-        largest: dict[str, KVLayers] = {}
-        for fact in facts:
-            for owner, layers in fact.kv_layers.items():
-                known = largest.setdefault(owner, layers)
-                largest[owner] = max(known, layers, key=lambda x: x.bytes_per_token)
-        device_type = targets[0].device.partition(":")[0]
-        return size_kv(self.config, device_type, min(free, default=None), largest)
 
     def _connect(
         self,

@@ -9,9 +9,9 @@ from typing import ClassVar
 import ray
 import torch
 
-from actors.kvcache.sizing import KVLayers
+from actors.kvcache.sizing import KVLayers, RankMemory
 from actors.startup.shell import RankFacts, RankRole
-from actors.startup.workers import resolve_device
+from actors.startup.workers import measure_memory, resolve_device
 from parallel.groups import GroupHost, TPGroup, join_group
 from parallel.topology import RankIdentity, Rendezvous
 from specconfig.engine import EngineConfig
@@ -40,6 +40,14 @@ class RankActor(RankRole):
         if host not in self._meeting_places:
             self._meeting_places[host] = GroupHost(host)
         return self._meeting_places[host].port
+
+    def _measured(
+        self, device: torch.device, layers: dict[str, KVLayers], host: object
+    ) -> RankMemory:
+        where = self.identify()
+        memory = "memory" if where.device is None else f"GPU {where.device}"
+        name = f"{memory} of node {where.node_ip}"
+        return measure_memory(self._config, device, name, layers, host)
 
     def _join(self, meeting: Rendezvous | None, device: torch.device) -> TPGroup:
         own = self._meeting_places.get(meeting.host) if meeting is not None else None

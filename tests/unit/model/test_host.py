@@ -52,6 +52,20 @@ def test_experts_of_a_draft_are_not_spread_over_replicas(family_dir: Callable[..
     assert hosts[1].run(entries).columns[Stat.SAMPLED].shape == (1,)
 
 
+@pytest.mark.parametrize(("max_num_seqs", "rows"), [(4, 4 * 12), (64, 50), (1, 50)])
+def test_the_largest_step_that_is_measured(
+    family_dir: Callable[..., Path], max_num_seqs: int, rows: int
+) -> None:
+    """Before any KV is there, and without a trace in what serves afterwards."""
+    config = resolve(family_dir("llama"), max_num_seqs=max_num_seqs, max_num_batched_tokens=50)
+    model = load_target(config, CPU, SingleRank())
+    host = ModelHost(config, model, vocab_size=96, steady_rows=3)
+    assert host.run_largest_step() == rows
+    host.allocate(8)
+    assert len(model.kv.caches) == 3 and model.kv.num_blocks == 8
+    assert not any(cache.keys.any() for cache in model.kv.caches)
+
+
 def test_what_a_forward_gives(family_dir: Callable[..., Path]) -> None:
     config = resolve(family_dir("llama"))
     with pytest.raises(LoadError, match="has no draft model"):
