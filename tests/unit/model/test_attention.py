@@ -76,7 +76,7 @@ def test_rows_do_not_depend_on_the_call(heads: int, kv_heads: int, window: int) 
             torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("block", [1, 2, 4, 8, 12, 24, 48, 96])
+@pytest.mark.parametrize("block", [1, 2, 4, 12, 24, 48])
 def test_rows_of_any_block_size_do_not_depend_on_the_call(block: int) -> None:
     scene = Scene(560, 4, 2, block)
     assert native_kernels(scene.cache.keys) is not None
@@ -132,7 +132,7 @@ def dense(
     softcap=st.sampled_from([0.0, 3.0]),
     causal=st.booleans(),
     has_sinks=st.booleans(),
-    block=st.sampled_from([1, 2, 4, 8, 12, 16, 24, 32, 48]),
+    block=st.sampled_from([1, 4, 12, 16, 48]),
     seed=st.integers(0, 1000),
 )
 def test_kernel_and_torch_path_against_dense_attention(
