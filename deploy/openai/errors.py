@@ -112,7 +112,14 @@ def from_exception(error: BaseException, request_id: str) -> ApiError:
     if isinstance(cause, RequestError):
         return ApiError(400, cause.message, param=cause.param, code=cause.code)
     if isinstance(cause, RequestAborted):
-        return ApiError(500, str(cause), kind="internal_error", code="request_aborted")
+        return ApiError(
+            500,
+            str(cause),
+            kind="internal_error",
+            code="request_aborted",
+            # The SDKs repeat a 500 by themselves: this one may have ended engines.
+            headers={"x-should-retry": "false"},
+        )
     if isinstance(cause, BackPressureError):
         return too_busy(
             "the server's queue is full; retry later", getattr(cause, "retry_after_s", None)

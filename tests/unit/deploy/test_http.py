@@ -429,6 +429,7 @@ def test_a_request_the_engine_gives_up_is_500(connect: Connect, engine: Scripted
     engine.error = "request x: decoder failed"
     answer = post(connect, "/v1/completions", PLAIN)
     assert (answer.status_code, error_of(answer)["code"]) == (500, "request_aborted")
+    assert answer.headers["x-should-retry"] == "false"
 
 
 def test_a_request_that_takes_too_long_is_408(connect: Connect, engine: ScriptedEngine) -> None:
