@@ -21,7 +21,7 @@ from actors.model.inputs import EntryRows, FlatBatch, SlotTables
 from actors.model.kv import PagedCache
 from actors.model.paged_lm import PagedCausalLM
 from actors.requests import GenerateRequest
-from actors.startup.preflight import build_lookup_drafter, size_kv
+from actors.startup.preflight import build_lookup_drafter, planned_memory, size_kv
 from actors.startup.workers import build_drafter
 from actors.steps.client import InProcessStepClient
 from actors.steps.messages import BlockDelta, SlotParams, token_array
@@ -112,7 +112,7 @@ def build_engine(
     with random_weights():
         target = TargetRunner(config, where)
         drafter = build_drafter(config, where) if config.draft_model is not None else None
-    num_blocks = size_kv(config, where.type, None).num_blocks
+    num_blocks = size_kv(config, [planned_memory(config, where.type)]).num_blocks
     for host in (target.host, drafter):
         if host is not None:
             host.allocate(num_blocks)

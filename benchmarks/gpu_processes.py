@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from actors.startup.preflight import size_kv
+from actors.startup.preflight import planned_memory, size_kv
 from actors.startup.workers import build_drafter
 from actors.steps.client import SocketStepClient
 from actors.steps.drafts import ConnectedDrafts
@@ -37,7 +37,9 @@ def _target_process(config_json: str, path: str, draft_path: str, device: str) -
     config = EngineConfig.from_json(config_json)
     with random_weights():
         target = TargetRunner(config, torch.device(device))
-    target.host.allocate(size_kv(config, torch.device(device).type, None).num_blocks)
+    target.host.allocate(
+        size_kv(config, [planned_memory(config, torch.device(device).type)]).num_blocks
+    )
     target.host.warm_up()
     drafts = ConnectedDrafts(FrameListener(draft_path, 0))
     connection = FrameSocket.connect(path, "target", 0, 1, os.getpid(), _WAIT_S)
@@ -49,7 +51,7 @@ def _draft_process(config_json: str, path: str, draft_path: str, device: str) ->
     config = EngineConfig.from_json(config_json)
     with random_weights():
         draft = build_drafter(config, torch.device(device))
-    draft.allocate(size_kv(config, torch.device(device).type, None).num_blocks)
+    draft.allocate(size_kv(config, [planned_memory(config, torch.device(device).type)]).num_blocks)
     draft.warm_up()
     target = FrameSocket.connect(draft_path, "draft", 0, 0, os.getpid(), _WAIT_S)
     connection = FrameSocket.connect(path, "draft", 0, 1, os.getpid(), _WAIT_S)
@@ -82,7 +84,7 @@ def colocated(name: str, device: str, timeout_s: float) -> Report:
         for _ in children:
             connection, hello = listener.accept(timeout_s)
             connections[hello.role] = connection
-        num_blocks = size_kv(config, torch.device(device).type, None).num_blocks
+        num_blocks = size_kv(config, [planned_memory(config, torch.device(device).type)]).num_blocks
         client = SocketStepClient([connections["target"]], [connections["draft"]])
         engine = VerifierEngine(EngineLimits.from_config(config, num_blocks), client, generation=1)
         try:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from actors.startup.preflight import size_kv
+from actors.startup.preflight import planned_memory, size_kv
 from actors.steps.client import InProcessStepClient
 from actors.steps.messages import Int32Array
 from actors.steps.protocols import LookupDrafter
@@ -106,7 +106,7 @@ def _tokens_per_second(ctx: Context, name: str, dtype: str) -> Report:
     config = resolve(name, ctx.device, dtype, ngram, kv_cache_memory_bytes=kv_bytes)
     with random_weights():
         target = TargetRunner(config, torch.device(ctx.device))
-    num_blocks = size_kv(config, torch.device(ctx.device).type, None).num_blocks
+    num_blocks = size_kv(config, [planned_memory(config, torch.device(ctx.device).type)]).num_blocks
     target.host.allocate(num_blocks)
     target.host.warm_up()
     found: Report = {"kv_blocks": num_blocks}

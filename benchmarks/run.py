@@ -129,6 +129,8 @@ async def _generate(engine: Any, ids: list[int], new_tokens: int, **kw: Any) -> 
     )
     started, first, tokens, last = time.perf_counter(), 0.0, [], None
     async for out in engine.generate(request):
+        if out.is_acknowledgment:
+            continue
         first = first or time.perf_counter()
         tokens += out.token_ids
         last = out
@@ -406,7 +408,7 @@ def _collective_ms(width: int) -> float:
 
     from parallel.groups import GroupHost
 
-    host = GroupHost()
+    host = GroupHost("127.0.0.1")
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
         jobs = [(rank, host.port, width) for rank in range(2)]
@@ -420,7 +422,9 @@ def _time_collectives(rank: int, port: int, width: int, repeats: int = 300) -> f
     from parallel.topology import Rendezvous
 
     torch.set_num_threads(1)
-    group = join_group(Rendezvous("127.0.0.1", port, "target", 2, 1), rank, torch.device("cpu"))
+    group = join_group(
+        Rendezvous("127.0.0.1", port, "target", 2, 1, "key"), rank, torch.device("cpu")
+    )
     samples = []
     for _ in range(repeats):
         started = time.perf_counter()

@@ -33,6 +33,9 @@ class ApiKeys:
             )
         return cls(keys)
 
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
     def check(self, authorization: str) -> None:
         """Check the value of an `Authorization` header or of the metadata of that name.
 
@@ -61,4 +64,4 @@ def _refusal(message: str) -> Unauthenticated:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

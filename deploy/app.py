@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: Serve reads the type of `build`'s parameter to
 # validate `args`, and must find the class, not its name.
-import os
 from typing import Any, Final
 
 from ray import serve
@@ -10,6 +9,8 @@ from ray.serve import Application
 from ray.serve.config import GangSchedulingConfig
 
 from actors.startup.nodes import replica_placement
+from deploy.api_keys import ApiKeys
+from deploy.before_start import INGRESS_CPUS
 from deploy.engine import Engine
 from deploy.engine_client import HandleEngineClient
 from deploy.facts import ServedModel
@@ -33,50 +34,27 @@ class Ingress(Rpcs):
 
     def __init__(self, engine: Any, args: AppArgs) -> None:
         # Imported here: the driver and the Serve controller only build the app.
+        from deploy.front import Front
         from deploy.openai.service import OpenAIService, ServiceOptions
         from deploy.text import TextProcessor
 
         served = ServedModel.of(args.resolve())
-        self._service = OpenAIService(
+        front = Front(
             HandleEngineClient(engine),
             TextProcessor.load(served.tokenizer, served.tokenizer_revision),
             served,
-            ServiceOptions(args.request_timeout_s, args.stream_interval_tokens),
+            request_timeout_s=args.request_timeout_s,
         )
-        self._keys = api_keys(args.api_keys_env)
-        from deploy.api_keys import ApiKeys
-        from deploy.front import Front
-
-        self._grpc = GrpcService(
-            Front(
-                HandleEngineClient(engine),
-                TextProcessor.load(served.tokenizer, served.tokenizer_revision),
-                served,
-            ),
-            ApiKeys.from_environment(args.api_keys_env),
-        )
+        options = ServiceOptions(args.stream_interval_tokens, args.stream_keepalive_s)
+        self._keys = ApiKeys.from_environment(args.api_keys_env)
+        self._service = OpenAIService(front, options)
+        self._grpc = GrpcService(front, self._keys)
+        self._allowed_origins = args.allowed_origins
 
     def __serve_build_asgi_app__(self) -> Any:
         from deploy.openai.ingress import create_app
 
-        return create_app(self._service, self._keys)
-
-
-def api_keys(variable: str | None) -> tuple[str, ...]:
-    """Keys of the environment variable named by `api_keys_env`.
-
-    Raises:
-        ValueError: The variable is named but empty: starting open would be a nasty surprise.
-    """
-    if variable is None:
-        return ()
-    keys = tuple(key.strip() for key in os.environ.get(variable, "").split(",") if key.strip())
-    if not keys:
-        raise ValueError(
-            f"api_keys_env names {variable}, but that variable is not set in the ingress replica; "
-            "set it (runtime_env.env_vars or the container) or remove api_keys_env"
-        )
-    return keys
+        return create_app(self._service, self._keys, self._allowed_origins)
 
 
 def build(args: AppArgs) -> Application:
@@ -106,7 +84,7 @@ def build(args: AppArgs) -> Application:
         name=INGRESS_NAME,
         num_replicas=args.num_ingress_replicas,
         max_ongoing_requests=2 * args.ingress_max_ongoing_requests + _INGRESS_HEADROOM,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=DRAIN_S,
         graceful_shutdown_wait_loop_s=0.5,
     )(serve.ingress()(Ingress))
@@ -120,4 +98,3 @@ def _grouping(config: EngineConfig) -> dict[str, Any]:
     if size == 1:
         return {"placement_group_strategy": pack_strategy(config)}
     return {"gang_scheduling_config": GangSchedulingConfig(gang_size=size)}
-

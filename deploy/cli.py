@@ -6,7 +6,8 @@
     paceline chat              talk to a running server
     paceline explain FILE      every resolved setting, with its source
 
-A mistake that the person at the terminal can fix is one line on stderr and status 1.
+A mistake that the person at the terminal can fix is one line on stderr and status 1. Ctrl-C and
+SIGTERM end a command alike: status 0 once it serves, 130 or 143 before; nothing stays behind.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from deploy.errors import UserError
+from deploy.stops import Stops
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,32 +28,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # `explain` has options of its own, in the configuration layer.
     if arguments[:1] == ["explain"]:
+        from deploy.serve_file import bundles_of
         from specconfig.explaining.explain import main as explain
 
-        return explain(arguments[1:])
+        return explain(arguments[1:], bundles=bundles_of)
     options = _parser().parse_args(arguments)
-    try:
-        # A service manager's stop is the same wish as Ctrl-C.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _interrupt)
-        code: int = options.run(options)
-        return code
-    except UserError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        print(
-            f"paceline: the package {error.name!r} is missing; install Paceline with its "
-            "dependencies: pip install -c constraints.txt -e .",
-            file=sys.stderr,
-        )
-        return 1
-    except KeyboardInterrupt:
-        return 130
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    with Stops() as stops:
+        try:
+            code: int = options.run(options, stops)
+            return code
+        except UserError as error:
+            print(f"paceline: {error}", file=sys.stderr)
+            return 1
+        except ModuleNotFoundError as error:
+            print(
+                f"paceline: the package {error.name!r} is missing; install Paceline with its "
+                "dependencies: pip install -c constraints.txt -e .",
+                file=sys.stderr,
+            )
+            return 1
+        except KeyboardInterrupt:
+            return stops.code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,18 +78,24 @@ def _parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=_chat)
 
     explain = verbs.add_parser("explain", help="show every resolved setting of a file")
-    explain.set_defaults(run=lambda options: 0)  # handled before parsing; listed for --help
+    explain.set_defaults(run=lambda options, stops: 0)  # handled before parsing; listed for --help
     return parser
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, default=None, help="HTTP port (file's, else 8000)")
+    parser.add_argument("--port", type=_port, default=None, help="HTTP port (file's, else 8000)")
     parser.add_argument("--host", default=None, help="HTTP address (file's, else 127.0.0.1)")
     parser.add_argument(
         "--address",
         default=None,
         help="a running Ray cluster to use; without it a private one is started and ended",
     )
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and 1 <= int(text) <= 65535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 1 to 65535")
 
 
 def _version() -> str:
@@ -104,67 +105,61 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _serve(options: argparse.Namespace) -> int:
-    from deploy.local import say_to_stdout, serving
-    from deploy.serve_file import read_serve_file
+def _serve(options: argparse.Namespace, stops: Stops) -> int:
+    with stops.open():
+        from deploy.local import say_to_stdout, serving
+        from deploy.serve_file import read_serve_file
 
-    file = read_serve_file(options.file, host=options.host, port=options.port)
-    with serving(file, options.address, say_to_stdout):
+        file = read_serve_file(options.file, host=options.host, port=options.port)
+    with serving(file, options.address, say_to_stdout, stops):
         say_to_stdout(f"Ready: {file.url}  (Ctrl-C ends it)")
-        _stay()
+        stops.wait()
     return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
-    from deploy.demo import demo_file, ensure_demo_model
-    from deploy.local import say_to_stdout, serving
-    from deploy.serve_file import read_serve_file
-    from deploy.show import show
+def _demo(options: argparse.Namespace, stops: Stops) -> int:
+    with stops.open():
+        from deploy.demo import demo_file, ensure_demo_model
+        from deploy.local import say_to_stdout, serving
+        from deploy.serve_file import read_serve_file
+        from deploy.show import show
 
-    model = ensure_demo_model(say_to_stdout)
-    file = read_serve_file(
-        options.file or demo_file(),
-        host=options.host,
-        port=options.port,
-        overrides={"model": str(model)},
-    )
-    with serving(file, options.address, say_to_stdout):
-        show(file.url, say_to_stdout)
+        model = ensure_demo_model(say_to_stdout)
+        file = read_serve_file(
+            options.file or demo_file(),
+            host=options.host,
+            port=options.port,
+            overrides={"model": str(model)},
+        )
+    with serving(file, options.address, say_to_stdout, stops):
+        with stops.open():
+            show(file.url, say_to_stdout)
         if not options.once:
             say_to_stdout("\nServing until Ctrl-C.")
-            _stay()
+            stops.wait()
     return 0
 
 
-def _demo_model(options: argparse.Namespace) -> int:
-    from deploy.demo import ensure_demo_model
+def _demo_model(options: argparse.Namespace, stops: Stops) -> int:
+    with stops.open():
+        from deploy.demo import ensure_demo_model
 
-    print(ensure_demo_model(lambda line: print(line, file=sys.stderr, flush=True)))
+        print(ensure_demo_model(lambda line: print(line, file=sys.stderr, flush=True)))
     return 0
 
 
-def _chat(options: argparse.Namespace) -> int:
-    from deploy.terminal import ChatClient, chat_loop
+def _chat(options: argparse.Namespace, stops: Stops) -> int:
+    with stops.open():
+        from deploy.terminal import ChatClient, chat_loop
 
-    fields: dict[str, Any] = {
-        "temperature": options.temperature,
-        "max_tokens": options.max_tokens,
-    }
-    if options.no_speculation:
-        fields["speculation"] = {"enabled": False}
-    chat_loop(ChatClient(options.url, os.environ.get("PACELINE_API_KEY")), **fields)
+        fields: dict[str, Any] = {
+            "temperature": options.temperature,
+            "max_tokens": options.max_tokens,
+        }
+        if options.no_speculation:
+            fields["speculation"] = {"enabled": False}
+        chat_loop(ChatClient(options.url, os.environ.get("PACELINE_API_KEY")), **fields)
     return 0
-
-
-def _stay() -> None:
-    """Wait for Ctrl-C, which is the normal end."""
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        # A second Ctrl-C must not cut the clean-up short by accident.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print()
 
 
 if __name__ == "__main__":

@@ -9,35 +9,27 @@ import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from actors.errors import EngineDead
 from actors.requests import GenerateRequest, RunOutput
+from actors.steps.patience import SUSPECT_SHARE
 from deploy.engine_client import ReplicaReport
 from deploy.facts import ServedModel
 from deploy.gang import GangSeat, describe_gang, take_seat
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
+from specconfig.errors import ConfigError
+from specconfig.runtime_knobs import RuntimeKnobs
 
 logger = logging.getLogger("ray.serve")
 
-# While work waits, an engine that completed no step for this long is not alive.
-STALE_STEP_S = 60.0
+# Times a step's limit: the engine ends itself at the limit, unless its own thread hangs.
+_STALE_LIMITS = 2.0
 # Drafts after which not one acceptance means that something is wrong, not that the text is hard.
 _NO_ACCEPTANCE_DRAFTS = 200
 
 # (config, placement group, seat in a gang of data-parallel ranks) -> a running
 # actors.startup.launch.Replica
 StartReplica = Callable[[EngineConfig, Any, GangSeat | None], Any]
-
-
-class RuntimeKnobs(BaseModel):
-    """`user_config` of the Engine deployment: what changes without a restart."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    speculation_enabled: bool = True
-    max_speculative_tokens: int | None = Field(default=None, ge=0)
 
 
 def start_replica(config: EngineConfig, placement_group: Any, seat: GangSeat | None) -> Any:
@@ -59,6 +51,8 @@ class Engine:
         self._name = _replica_name()
         self._warned = False
         self._knobs = RuntimeKnobs()
+        self._is_configured = False
+        self._refused: str | None = None  # why the last user_config is not in use
         self._config = config
         self._seat = take_seat(config)
         try:
@@ -76,27 +70,39 @@ class Engine:
         return runs
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
-        """Apply the runtime knobs. Unknown keys are refused and the update fails."""
-        knobs = RuntimeKnobs.model_validate(user_config or {})
+        """Apply the runtime knobs.
+
+        Only a first start is refused for wrong ones. Raising from a later update would make Serve
+        replace a replica that runs well with ones that cannot start: it keeps what it has, and
+        says so in log, /server_info and metrics.
+
+        Raises:
+            ConfigError: the first ones cannot work.
+        """
         limit = self._config.num_speculative_tokens
+        try:
+            knobs = RuntimeKnobs.of(user_config, limit)
+        except ConfigError as error:
+            if not self._is_configured:
+                raise
+            self._refused = str(error)
+            logger.error("user_config is refused, the last one stays in use: %s", error)
+            return
+        self._is_configured, self._refused = True, None
         wanted = limit if knobs.max_speculative_tokens is None else knobs.max_speculative_tokens
-        if wanted > limit:
-            raise ValueError(
-                f"max_speculative_tokens={wanted} is above num_speculative_tokens={limit} of this "
-                "engine; a larger K needs a restart with a new speculative_config"
-            )
         self._replica.engine.set_speculation(knobs.speculation_enabled, wanted)
         self._knobs = knobs
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        if reason := self._sick():
+        if reason := self._sick(_STALE_LIMITS):
             raise EngineDead(reason)
         self._warn_of_useless_drafts()
 
     async def report(self) -> ReplicaReport:
-        """Health and statistics, for /health and /metrics."""
-        return ReplicaReport(self._name, self._sick(), self._snapshot())
+        """Health and statistics, for /health and /metrics. A step that takes suspiciously long
+        shows here before it ends the replica."""
+        return ReplicaReport(self._name, self._sick(SUSPECT_SHARE), self._snapshot())
 
     async def describe(self) -> dict[str, Any]:
         """Resolved facts, for /server_info."""
@@ -108,6 +114,7 @@ class Engine:
             "config": config.model_dump(
                 mode="json", exclude={"decisions": True, "model": {"hf_config"}}
             ),
+            "user_config": {**self._knobs.model_dump(), "refused": self._refused},
             "verifier_pid": os.getpid(),
             "replica": self._replica.describe(),
             "data_parallel": describe_gang(config, self._seat),
@@ -119,15 +126,20 @@ class Engine:
         keys = ("num_running", "num_waiting", "kv_blocks", "acceptance_length")
         return {key: snapshot[key] for key in keys}
 
-    def _sick(self) -> str:
-        """Why the engine cannot be trusted with requests; empty when it can."""
+    def _sick(self, share: float) -> str:
+        """Why the engine cannot be trusted with requests; empty when it can. `share`: of what the
+        step in flight may take, after which it counts."""
         if self._replica is None:
             return "the engine is shutting down"
         status = self._replica.engine.status()
         if not status.is_healthy:
             return status.error or "the engine's step loop has ended"
-        if status.seconds_since_step > STALE_STEP_S:
-            return f"no step was completed for {status.seconds_since_step:.0f} s, with work waiting"
+        limit_s = share * status.step_limit_s
+        if status.seconds_since_step > limit_s:
+            return (
+                f"no step was completed for {status.seconds_since_step:.0f} s, with work waiting; "
+                f"after {limit_s:.0f} s that is too long, as steps were so far"
+            )
         return ""
 
     def _snapshot(self) -> dict[str, Any]:
@@ -143,9 +155,11 @@ class Engine:
                 "used": status.num_referenced_blocks,
             },
             "seconds_since_step": status.seconds_since_step,
+            "step_limit_s": status.step_limit_s,
             "draft_lost": status.draft_lost is not None,
             "speculation_enabled": self._knobs.speculation_enabled,
             "is_lossless": self._config.is_lossless,
+            "user_config_refused": self._refused is not None,
         }
 
     def _warn_of_useless_drafts(self) -> None:

@@ -8,3 +8,8 @@ from __future__ import annotations
 
 class UserError(Exception):
     """Something the person at the terminal can fix; the message is one line and says how."""
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without its line breaks."""
+    return " ".join(str(error).split())

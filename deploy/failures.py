@@ -22,6 +22,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerC
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from actors.errors import EngineDead, EngineError, InvalidRequest, QueueFull, RequestError
+from deploy.outlook import NoReplicaComing
 
 logger = logging.getLogger("ray.serve")
 
@@ -61,6 +62,7 @@ class ServerBusy(RequestError):
 
 class Unauthenticated(RequestError):
     """No API key, or none that the server knows."""
+
 
 def unsupported(param: str, why: str) -> InvalidRequest:
     """The error for something that this server does not have."""
@@ -108,6 +110,8 @@ def failure_of(error: BaseException, request_id: str) -> tuple[Failure, str]:
         return Failure.ABORTED, message
     if isinstance(cause, TimeoutError):
         return Failure.TIMEOUT, message or "the request took too long"
+    if isinstance(cause, NoReplicaComing):
+        return Failure.UNAVAILABLE, f"{cause}; request {request_id} was not started"
     if is_replica_loss(cause):
         logger.error("request %s lost its engine: %s", request_id, cause)
         detail = message if isinstance(cause, EngineDead) else "the engine replica was lost"

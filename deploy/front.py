@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from actors.checks import Names
+from actors.checks import Names, shown
 from actors.requests import GenerateRequest, RunOutput
 from deploy.engine_client import EngineClient, ReplicaReport
 from deploy.facts import ServedModel
@@ -78,28 +78,38 @@ class Front:
         """Raise ModelNotFound unless `name` is what is served here; None asks for nothing."""
         if name is not None and name != self.served.name:
             raise ModelNotFound(
-                f"the model {name!r} does not exist here; this server serves "
+                f"the model {shown(name)} does not exist here; this server serves "
                 f"{self.served.name!r}",
                 param="model",
                 code="model_not_found",
             )
 
     async def start(
-        self, request: GenerateRequest, prompt: Prompt, names: Names | None = None
+        self,
+        request: GenerateRequest,
+        prompt: Prompt | Callable[[], Prompt],
+        names: Names | None = None,
     ) -> AsyncGenerator[RunOutput]:
-        """Runs of `request`, which is complete but for its prompt and perhaps a seed.
+        """Runs of `request`, which is complete but for its prompt and perhaps a seed. The first
+        only says that an engine took it.
+
+        `prompt` may be a function, where making it takes a while. `names`: the surface's names of
+        the engine's fields, where they differ.
 
         Raises:
             RequestError: a value is outside what this server allows. Engines' refusals come with
                 the first run.
         """
-        complete = await self.off_loop(
-            lambda: complete_request(request, prompt, self.text, self.served, self._seeds, names)
-        )
+
+        def complete() -> GenerateRequest:
+            given = prompt() if callable(prompt) else prompt
+            return complete_request(request, given, self.text, self.served, self._seeds, names)
+
+        completed = await self.off_loop(complete)
         return generate_with_recovery(
             self._client,
-            complete,
-            self.text.token_bytes,
+            completed,
+            self.text.detokenizer_of,
             self._recovery,
             self._request_timeout_s,
         )

@@ -23,7 +23,7 @@ from specconfig.engine import EngineConfig
 
 logger = logging.getLogger("ray.serve")
 
-JOIN_TIMEOUT_S: Final = 120.0
+JOIN_TIMEOUT_S: Final = 600.0
 _DIAL_S: Final = 3.0
 _PAUSE_S: Final = 0.1
 

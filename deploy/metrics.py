@@ -205,6 +205,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Time since the last completed step while there is work; 0 when idle.",
     ),
     MetricSpec(
+        "paceline_step_limit_seconds",
+        "gauge",
+        "step_limit_s",
+        "What the step in flight may take before the replica counts as hung; follows the steps "
+        "before, unless step_timeout_s is set.",
+    ),
+    MetricSpec(
         "paceline_draft_process_lost",
         "gauge",
         "draft_lost",
@@ -221,6 +228,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "gauge",
         "is_lossless",
         "1 when outputs follow exactly the target's distribution.",
+    ),
+    MetricSpec(
+        "paceline_user_config_refused",
+        "gauge",
+        "user_config_refused",
+        "1 while the last user_config was refused and the one before is in use; /server_info says "
+        "why.",
     ),
 )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,9 +11,11 @@ import yaml
 
 from actors.memory import available_bytes
 from deploy.errors import UserError
-from specconfig.app_args import AppArgs
-from specconfig.errors import ConfigError
-from specconfig.readers import check_supported
+from parallel.placement import place_replica
+from specconfig.engine import EngineConfig
+from specconfig.explaining.explain import explain_file
+from specconfig.explaining.explanation import AppExplanation
+from specconfig.explaining.serve_rules import BUILDER
 
 DEFAULT_PORT: Final = 8000
 # Ray's own processes, the Serve controller, proxy and ingress, and the engine's code.
@@ -28,6 +29,7 @@ class ServeFile:
     config: dict[str, Any]
     host: str
     port: int
+    apps: tuple[AppExplanation, ...] = ()
 
     @property
     def url(self) -> str:
@@ -53,44 +55,43 @@ def read_serve_file(
     Raises:
         UserError: The file cannot be read, is no Serve config, or holds settings that cannot work.
     """
-    try:
-        config = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read {path}: {one_line(error)}") from None
-    apps = config.get("applications") if isinstance(config, dict) else None
-    if not isinstance(apps, list) or not apps or not all(isinstance(app, dict) for app in apps):
+    explanation = explain_file(path, bundles=bundles_of, overrides=overrides)
+    if refusals := explanation.refusals:
+        first, more = refusals[0], len(refusals) - 1
+        fix = f"; fix: {first.fix}" if first.fix else ""
+        rest = f" (and {more} more: paceline explain {path})" if more else ""
+        raise UserError(f"{path}:{first.line}: {first.message}{fix}{rest}")
+    config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if "applications" not in config:
         raise UserError(f"{path} is not a Serve config: it has no list of 'applications'")
-    config = copy.deepcopy(config)
     for app in config["applications"]:
-        app["args"] = {**(app.get("args") or {}), **(overrides or {})}
-        try:
-            args = AppArgs(**{str(key): value for key, value in app["args"].items()})
-            check_supported(args.resolve())
-        except ConfigError as error:
-            raise UserError(f"{path}: {one_line(error)}") from None
-        _check_memory(args)
+        if app["import_path"] == BUILDER:
+            app["args"] = {**(app.get("args") or {}), **(overrides or {})}
+    for explained in explanation.apps:
+        _check_memory(explained)
     http = config.setdefault("http_options", {}) or {}
     config["http_options"] = http
     http["host"] = host or http.get("host") or "127.0.0.1"
     http["port"] = port or http.get("port") or DEFAULT_PORT
-    return ServeFile(config, str(http["host"]), int(http["port"]))
+    return ServeFile(config, str(http["host"]), int(http["port"]), explanation.apps)
 
 
-def _check_memory(args: AppArgs) -> None:
+def bundles_of(config: EngineConfig) -> Sequence[Mapping[str, float]]:
+    """Bundles of one replica as far as the configuration alone says: GPUs where it names them."""
+    return place_replica(config, use_gpus=config.runtime.device == "cuda").bundles
+
+
+def _check_memory(app: AppExplanation) -> None:
     available = available_bytes()
-    model = Path(args.model).expanduser()
-    if available is None or not model.is_dir() or args.device == "cuda":
+    name = app.config.model.model
+    model = Path(name).expanduser()
+    if available is None or not model.is_dir() or app.config.runtime.device == "cuda":
         return
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) // 2**20
-    needed = _BASE_MIB + args.resolved_num_replicas * weights
+    needed = _BASE_MIB + app.serving["num_replicas"] * weights
     if needed * 2**20 > available:
         raise UserError(
-            f"too little memory: serving {args.model} needs about {needed} MiB "
+            f"too little memory: serving {name} needs about {needed} MiB "
             f"({weights} MiB of weights), this machine has {available // 2**20} MiB free; "
             "close other programs or use a smaller model"
         )
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without its line breaks."""
-    return " ".join(str(error).split())

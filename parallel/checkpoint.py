@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel.shard import Cut, local_shape
 from parallel.topology import TopologyError
+from parallel.weight_faults import faults_in_words, without_known
 
 _INDEX = "model.safetensors.index.json"
 
@@ -79,7 +80,7 @@ class ShardReader:
     def __init__(self, folder: Path, model: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._files = TensorFiles(folder, dtype, device)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        self._sources = _sources_by_target(self._files.names, model, self._shapes)
+        self._sources, self._unexpected = _sources_by_target(self._files.names, model, self._shapes)
 
     @property
     def num_bytes_read(self) -> int:
@@ -87,6 +88,27 @@ class ShardReader:
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
+
+    def check(self, model: Any, tied: Mapping[str, str]) -> None:
+        """Refuse a checkpoint that is not `model`'s; `tied`: names and where each may be instead.
+
+        Raises:
+            TopologyError: lists what is missing, unexpected, or of another shape.
+        """
+        missing = [
+            name
+            for name in self._shapes
+            if name not in self and tied.get(name) not in self._sources
+        ]
+        wrong = {}
+        for name, sources in self._sources.items():
+            if len(sources) == 1 and sources[0][0] is None:
+                there = self._files.shape(sources[0][1])
+                if there != self._shapes[name]:
+                    wrong[sources[0][1]] = (there, self._shapes[name])
+        told = faults_in_words(*without_known(model, missing, self._unexpected), wrong)
+        if told is not None:
+            raise TopologyError(f"the checkpoint {told}")
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
         """What `cut` keeps of the model's tensor `name`.
@@ -164,6 +186,11 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / _INDEX
     if index.is_file():
         weight_map = json.loads(index.read_text())["weight_map"]
+        absent = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
+        if absent:
+            raise TopologyError(
+                f"{_INDEX} names files that are not there: {', '.join(absent)}; download them"
+            )
         return {key: folder / file for key, file in weight_map.items()}
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -174,8 +201,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 def _sources_by_target(
     names: Iterable[str], model: Any, shapes: dict[str, torch.Size]
-) -> dict[str, list[tuple[Any, str]]]:
-    """For each tensor of the model: (conversion or None, name on disk) of what it is made of."""
+) -> tuple[dict[str, list[tuple[Any, str]]], list[str]]:
+    """For each tensor of the model: (conversion or None, name on disk) of what it is made of; and
+    the names on disk that belong to none."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -188,6 +216,7 @@ def _sources_by_target(
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     sources: dict[str, list[tuple[Any, str]]] = defaultdict(list)
+    unexpected: list[str] = []
     for key in names:
         if key in shapes:
             target, pattern = key, None
@@ -197,7 +226,9 @@ def _sources_by_target(
             )
         if target in shapes:
             sources[target].append((by_pattern.get(pattern), key))
-    return sources
+        else:
+            unexpected.append(key)
+    return sources, unexpected
 
 
 def _merge_patterns(name: str, converter: Any) -> list[re.Pattern[str]]:

@@ -2,7 +2,9 @@
 
 Target ranks form one group, draft ranks another when the draft is split. A group is never global
 state: a process that hosts a shard of both models holds two. Rendezvous is a store that rank 0
-opens on a port of the system's choice; its address travels through the launcher.
+opens on a port of the system's choice, on the loopback interface where all ranks are on one node;
+its address and the random key of the meeting travel through the launcher. As for the collectives
+themselves, the network between the nodes of a cluster is assumed to be its own.
 
 On CPU a sum is taken in rank order over exchanged parts, so that an element's bits depend neither
 on the shape of the tensor nor on which rank computes it. Ring sums, gloo's included, start at a
@@ -26,9 +28,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from parallel.topology import Rendezvous
 
-# Longer than a step may take (60 s) and than rank 0 waits for a draft process; a rank that is
-# gone is seen at once, as the end of its connections.
-GROUP_TIMEOUT_S = 120.0
+# Longer than any step may take, and than the slowest rank may load: who hangs is for the verifier
+# to say, which ends the processes. A rank that is gone is seen at once, as the end of its
+# connections.
+GROUP_TIMEOUT_S = 3600.0
 
 
 class GroupError(RuntimeError):
@@ -130,7 +133,9 @@ class RankGroup:
         try:
             if store is None:
                 store = TCPStore(rendezvous.host, rendezvous.port, None, False, timeout=timeout)
-            prefix = PrefixStore(f"{rendezvous.role}/{rendezvous.generation}", store)
+            prefix = PrefixStore(
+                f"{rendezvous.key}/{rendezvous.role}/{rendezvous.generation}", store
+            )
             prefix.set_timeout(timeout)
             prefix.set(f"here/{rank}", "")
             prefix.wait([f"here/{r}" for r in range(self.size)], timedelta(seconds=patience_s))
@@ -239,16 +244,22 @@ def _sum_in_order(parts: Tensor) -> Tensor:
 
 
 class GroupHost:
-    """Rank 0's side of rendezvous: a store that lives as long as this object."""
+    """Rank 0's side of rendezvous: a store that lives as long as this object.
 
-    def __init__(self) -> None:
+    `host`: the one address it listens at.
+    """
+
+    def __init__(self, host: str) -> None:
+        # The store would listen on every interface: it takes over a socket that does not.
+        listening = socket.create_server((host, 0), backlog=64)
         self.store = TCPStore(
-            "0.0.0.0",
-            0,
+            host,
+            listening.getsockname()[1],
             None,
             True,
             wait_for_workers=False,
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+            master_listen_fd=listening.detach(),
         )
 
     @property

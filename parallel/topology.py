@@ -23,13 +23,15 @@ class RankIdentity:
 
 
 class Rendezvous(NamedTuple):
-    """How the ranks of one group find each other. `generation` grows with each rebuild."""
+    """How the ranks of one group find each other. `generation` grows with each rebuild. `key`:
+    random, of this meeting alone; who does not know it takes no part."""
 
     host: str
     port: int
     role: str
     size: int
     generation: int
+    key: str
 
 
 def check_unique_devices(ranks: Sequence[RankIdentity]) -> None:

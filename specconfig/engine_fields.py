@@ -75,7 +75,11 @@ class EngineFields(BaseModel):
     )
     block_size: int = Field(default=16, ge=1, description="Tokens per KV block.")
     gpu_memory_utilization: float = Field(
-        default=0.9, gt=0, le=1, description="KV's share of the memory free once models are loaded."
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of a GPU's whole memory for weights, activations and KV of this "
+        "replica's processes on it; CPUs do not read it.",
     )
     kv_cache_memory_bytes: int | None = Field(
         default=None, ge=1, description="KV bytes per rank, or '512MiB'; None = engine sizes it."
@@ -111,6 +115,13 @@ class EngineFields(BaseModel):
         default="auto", description="Compile decoder layers."
     )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads per rank.")
+    step_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=3600,
+        description="A step that takes longer ends the replica; None = many times what such steps "
+        "took so far.",
+    )
     target_gpu_fraction: float = Field(
         default=0.7, gt=0, le=1, description="GPU share of a target rank next to a draft rank."
     )

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from specconfig.kv_sizes import kv_bytes_per_token
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Placement = Literal["auto", "fused", "colocated", "dedicated"]
 
@@ -75,7 +77,9 @@ class ModelConfig(Frozen):
     architecture: str = Field(description="First entry of `architectures`, or ''.")
     model_type: str = Field(description="HF model_type.")
     is_moe: bool = Field(description="Whether any layer has routed experts.")
-    eos_token_ids: tuple[int, ...] = Field(description="Ids that end a sequence.")
+    eos_token_ids: tuple[int, ...] = Field(
+        description="Ids that end an answer: of the configs, the tokenizer and its chat template."
+    )
     bos_token_id: int | None = Field(description="Id that starts a sequence, if any.")
     sliding_window: int | None = Field(default=None, description="Window in tokens, if used.")
     layer_types: tuple[str, ...] = Field(default=(), description="Per-layer attention kind.")
@@ -111,7 +115,7 @@ class ModelConfig(Frozen):
             return (
                 count * width * (int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim", 0)))
             )
-        return count * width * 2 * self.num_key_value_heads * self.head_dim
+        return kv_bytes_per_token(count, self.num_key_value_heads, self.head_dim, width)
 
 
 class CacheConfig(Frozen):
@@ -121,7 +125,9 @@ class CacheConfig(Frozen):
     kv_cache_memory_bytes: int | None = Field(
         default=None, ge=1, description="Bytes of KV per rank; None = sized by the engine."
     )
-    gpu_memory_utilization: float = Field(gt=0, le=1, description="KV's share of free memory.")
+    gpu_memory_utilization: float = Field(
+        gt=0, le=1, description="Share of a whole GPU for this replica."
+    )
     enable_prefix_caching: bool = Field(description="Reuse KV of equal prefixes.")
 
 
@@ -168,6 +174,9 @@ class RuntimeConfig(Frozen):
     batch_invariant: bool = Field(description="Bitwise equal output for any batching or K.")
     compile_layers: Literal["auto", "on", "off"] = Field(description="Compile decoder layers.")
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads per rank.")
+    step_timeout_s: float | None = Field(
+        default=None, gt=0, description="Limit of each step; None = learnt from the steps."
+    )
     seed: int | None = Field(
         ge=0, description="Seed of requests that bring none; None = a fresh one for each."
     )

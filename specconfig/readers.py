@@ -101,6 +101,7 @@ ENGINE_READERS: Mapping[str, Entry] = {
     "batch_invariant": Reader(_HOST, "runtime.batch_invariant"),
     "compile_layers": Reader(_HOST, "runtime.compile_layers"),
     "num_threads": Reader("actors.startup.launch:Replica", "runtime.num_threads"),
+    "step_timeout_s": Reader("actors.startup.launch:Replica", "runtime.step_timeout_s"),
     "target_gpu_fraction": Reader(_PLACE, "runtime.target_gpu_fraction"),
     "draft_gpu_fraction": Reader(_PLACE, "runtime.draft_gpu_fraction"),
     "dynamic_k_dp_policy": Reader("deploy.gang:agrees_on_k", "parallel.dynamic_k_dp_policy"),
@@ -114,6 +115,8 @@ ENGINE_READERS: Mapping[str, Entry] = {
     "api_keys_env": Reader(_INGRESS, "args.api_keys_env"),
     "request_timeout_s": Reader(_INGRESS, "args.request_timeout_s"),
     "stream_interval_tokens": Reader(_INGRESS, "args.stream_interval_tokens"),
+    "stream_keepalive_s": Reader(_INGRESS, "args.stream_keepalive_s"),
+    "allowed_origins": Reader(_INGRESS, "args.allowed_origins"),
 }
 """Fields of ``AppArgs``, those of ``EngineArgs`` among them."""
 

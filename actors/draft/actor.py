@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from actors.kvcache.sizing import RankMemory
 from actors.startup.rank import RankActor
 from actors.startup.shell import LoadOrder, RankFacts
 from actors.startup.workers import ModelDrafter, build_drafter, resolve_device
@@ -36,6 +37,11 @@ class DraftActor(RankActor):
         group = self._join(order.meeting, device)
         self._loaded = _Loaded(device, group, build_drafter(self._config, device, group))
         return self._all_facts()
+
+    def measure(self) -> RankMemory:
+        loaded = self._loaded
+        layers = {"draft": loaded.drafter.kv_layers("draft")}
+        return self._measured(loaded.device, layers, getattr(loaded.drafter, "host", None))
 
     def allocate(self, num_blocks: int) -> None:
         self._loaded.drafter.allocate(num_blocks)

@@ -14,7 +14,7 @@ from actors.model.paged_lm import PagedCausalLM
 from actors.model.taps import Taps, TapSpec
 from actors.sampling.rows import Columns
 from actors.sampling.sampler import Sampler
-from actors.steps.messages import RowMasks, Stat, StepPlan
+from actors.steps.messages import RowMasks, SlotParams, Stat, StepPlan, token_array
 from parallel.experts import ExpertShare
 from parallel.groups import TPGroup
 from specconfig.engine import EngineConfig
@@ -129,6 +129,34 @@ class ModelHost:
     def warm_up(self) -> None:
         """Run the shapes of steady decoding once: compiles layers and prepares kernels."""
         self.model.warm_up(self._new_tables(), self._steady_rows)
+
+    @torch.inference_mode()
+    def activation_bytes(self) -> int:
+        """What the largest step takes at its peak beside weights and KV, on a GPU. Before
+        `allocate`, whose KV it has no need of; ranks of a group call it together."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.run_largest_step()
+        torch.cuda.synchronize(self.device)
+        return max(0, torch.cuda.max_memory_allocated(self.device) - before)
+
+    @torch.inference_mode()
+    def run_largest_step(self) -> int:
+        """All rows that a step may have, as many of them sampled as can be, each with what costs
+        most; on KV of its own, of padding only. The number of rows."""
+        limits, tables = self.config.scheduler, self._new_tables()
+        self.model.kv.allocate(2, self.config.cache.block_size)
+        num_seqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        each = min(limits.max_num_batched_tokens // num_seqs, self.config.max_model_len)
+        costly = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1, "num_logprobs": 1}
+        tables.apply([SlotParams(slot, 1, slot, **costly) for slot in range(num_seqs)], [])  # type: ignore[arg-type]
+        ids = token_array([0] * each)
+        sampled = min(each, self._steady_rows)
+        entries = [EntryRows(slot, 0, ids, sampled) for slot in range(num_seqs)]
+        batch = tables.flatten(entries, self.device)
+        self._sampler.sample(self.model.forward(batch).logits, batch.rows)
+        return num_seqs * each
 
     def kv_layers(self, owner: str) -> KVLayers:
         """What this rank caches for the model of "target" or "draft"."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from actors import conversions
 from actors.errors import LoadError, first_line
 from actors.model import interface
 from actors.model.discovery import discover_kv
@@ -23,6 +24,7 @@ from actors.model.kv import KVGeometry
 from actors.model.sharded import load_shard
 from parallel.experts import ExpertExchange, ExpertShare
 from parallel.groups import RankGroup, SingleRank, TPGroup
+from parallel.weight_faults import faults_in_words, without_known
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +76,6 @@ def load_causal_lm(
         LoadError: with what is wrong and what to do, for everything that cannot be served.
     """
     interface.register()
-    from transformers import AutoModelForCausalLM
-
     path = Path(location).expanduser()
     source, gguf = _source(location, path)
     group = group or SingleRank()
@@ -86,9 +86,7 @@ def load_causal_lm(
             "safetensors"
         )
     common: dict[str, Any] = {"revision": revision} if revision else {}
-    if gguf:
-        common["gguf_file"] = gguf
-    elif path.is_dir() and not any(path.glob("*.safetensors")):
+    if not gguf and path.is_dir() and not any(path.glob("*.safetensors")):
         found = sorted(p.name for p in path.glob("*.bin")) or ["no weight files"]
         raise LoadError(
             f"{location} holds {', '.join(found[:3])} but no *.safetensors; pickled weights are "
@@ -104,7 +102,9 @@ def load_causal_lm(
         config = _read_config(location, source, common)
         override(config, hf_overrides or {})
     model: Any
-    if is_split:
+    if gguf:
+        model = _load_gguf(location, path, dtype)
+    elif is_split:
         model = load_shard(
             source,
             config,
@@ -116,22 +116,77 @@ def load_causal_lm(
             revision=revision,
         )
     else:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=config,
-                dtype=dtype,
-                attn_implementation=interface.ATTENTION_NAME,
-                use_safetensors=None if gguf else True,
-                trust_remote_code=False,
-                **common,
-            )
-        except Exception as error:
-            raise LoadError(f"cannot load {location!r}: {first_line(error)}") from error
+        model = _load_whole(location, source, config, dtype, common)
     model = model.to(device).eval().requires_grad_(False)
     # Shapes only: other ranks may still be loading.
     with group.muted() if isinstance(group, RankGroup) else nullcontext():
         return look_into(model, location)
+
+
+def _load_whole(
+    location: str, source: str, config: Any, dtype: torch.dtype, options: dict[str, Any]
+) -> Any:
+    """The model with all its weights, as transformers reads them from `source`."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            attn_implementation=interface.ATTENTION_NAME,
+            use_safetensors=None if "gguf_file" in options else True,
+            trust_remote_code=False,
+            # Not to load them: so that all that is wrong is told at once.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:
+        raise LoadError(f"cannot load {location!r}: {first_line(error)}") from error
+    _refuse_faults(location, model, report)
+    return model
+
+
+def _load_gguf(location: str, path: Path, dtype: torch.dtype) -> Any:
+    """The model of a GGUF file: as an earlier start has kept it, or converted and kept."""
+    what = f"weights-{str(dtype).removeprefix('torch.')}"
+    model = _load_kept(location, path, what, dtype)
+    if model is not None:
+        return model
+    with conversions.one_at_a_time(path, what):
+        model = _load_kept(location, path, what, dtype)  # what was waited for
+        if model is not None:
+            return model
+        model = _load_whole(location, str(path.parent), None, dtype, {"gguf_file": path.name})
+        # The weights are plain now; a config that says otherwise would not load.
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        conversions.keep(path, what, num_bytes, model.save_pretrained)
+    return model
+
+
+def _load_kept(location: str, path: Path, what: str, dtype: torch.dtype) -> Any:
+    folder = conversions.kept(path, what)
+    if folder is None:
+        return None
+    try:
+        return _load_whole(location, str(folder), None, dtype, {})
+    except LoadError as error:
+        logger.warning("%s: what %s holds is not used: %s", location, folder, error)
+        conversions.drop(path, what)
+        return None
+
+
+def _refuse_faults(location: str, model: Any, report: dict[str, Any]) -> None:
+    """Raise LoadError when transformers made up a weight, or left one out."""
+    missing, unexpected = without_known(model, report["missing_keys"], report["unexpected_keys"])
+    shapes = {name: (there, wanted) for name, there, wanted in report["mismatched_keys"]}
+    told = faults_in_words(missing, unexpected, shapes)
+    if told is not None:
+        raise LoadError(f"{location}: the checkpoint {told}")
 
 
 def look_into(model: nn.Module, location: str) -> LoadedModel:

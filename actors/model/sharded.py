@@ -70,18 +70,16 @@ def fill(model: Any, plan: ShardPlan, reader: ShardReader) -> None:
     """Give every parameter and stored buffer of `model` this rank's part of its weights.
 
     Raises:
-        TopologyError: the checkpoint lacks a weight, or has another shape.
+        TopologyError: the checkpoint lacks a weight, has another shape, or has more than belongs
+            to the model.
     """
     # A tied pair is stored under either name, or both: what can be taken from its partner is not
     # read a second time, and stays one tensor on a rank that holds both alike.
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     shared = {name for name in tied if name not in reader or tied[name] in reader}
-    missing = []
+    reader.check(model, tied)
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
-        if name in shared:
-            continue
-        if name not in reader:
-            missing.append(name)
+        if name in shared or name not in reader:  # or one that the class does without
             continue
         owner, leaf = _owner(model, name)
         loaded = reader.read(name, plan.cuts.get(name))
@@ -89,8 +87,6 @@ def fill(model: Any, plan: ShardPlan, reader: ShardReader) -> None:
             owner._parameters[leaf] = nn.Parameter(loaded, requires_grad=False)
         else:
             owner._buffers[leaf] = loaded
-    if missing:
-        raise TopologyError(f"the checkpoint has no {', '.join(missing[:3])}")
     for name in shared:
         _share(model, name, tied[name], plan)
 

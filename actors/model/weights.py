@@ -17,8 +17,8 @@ from torch import Tensor
 from actors.errors import LoadError
 from parallel.checkpoint import TensorFiles
 from parallel.shard import Cut
-
-_SHOWN = 8
+from parallel.topology import TopologyError
+from parallel.weight_faults import faults_in_words
 
 
 def checkpoint_folder(location: str, revision: str | None) -> Path:
@@ -63,7 +63,10 @@ class NamedWeights:
     ) -> None:
         self._location = location
         folder = checkpoint_folder(location, revision)
-        self._files = TensorFiles(folder, dtype, device)
+        try:
+            self._files = TensorFiles(folder, dtype, device)
+        except TopologyError as error:
+            raise LoadError(f"{location}: {error}") from error
         if not self._files.names:
             found = sorted(p.name for p in folder.iterdir())[:5]
             raise LoadError(
@@ -110,23 +113,14 @@ class NamedWeights:
             LoadError: lists what is missing, unexpected, or of another shape.
         """
         there = {name for prefix in whole for name in self.under(prefix)}
-        wrong = [
-            f"{name} {list(self._files.shape(name))} where {list(shape)} was expected"
+        wrong = {
+            name: (self._files.shape(name), shape)
             for name, shape in shapes.items()
             if name in self and list(self._files.shape(name)) != list(shape)
-        ]
-        faults = {
-            "misses": sorted(name for name in shapes if name not in self),
-            "has, unexpectedly,": sorted(there - set(shapes) - set(ignored)),
-            "has": wrong,
         }
-        if any(faults.values()):
-            told = "; ".join(f"{verb} {_listed(names)}" for verb, names in faults.items() if names)
+        missing = [name for name in shapes if name not in self]
+        told = faults_in_words(missing, there - set(shapes) - set(ignored), wrong)
+        if told is not None:
             raise LoadError(f"{self._location} {told}")
         cuts = cuts or {}
         return {name: self._files.read(name, cuts.get(name)) for name in shapes}
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("paged_attention.c")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 
+_VECTOR = 8  # W of paged_attention.c
+
 _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 
@@ -45,16 +47,15 @@ class AttentionKernels:
     paged_attention: ctypes._NamedFuncPointer
 
 
-def supports(head_dim: int, block_size: int) -> bool:
-    """Whether the vector code can be built for these sizes (multiples of 8, block in partition)."""
-    return head_dim % 8 == 0 and block_size % 8 == 0 and 256 % block_size == 0
-
-
 @lru_cache(maxsize=16)
 def load_kernels(head_dim: int, block_size: int) -> AttentionKernels | None:
-    """The compiled kernels, built on first use, or None when this machine cannot build them."""
-    if not supports(head_dim, block_size):
-        logger.info("no native attention for head_dim=%d block_size=%d", head_dim, block_size)
+    """The compiled kernels, built on first use, or None when this machine cannot build them, or
+    heads are not whole vectors. Block sizes other than 8, 16, ... 256 work, more slowly."""
+    if head_dim % _VECTOR:
+        logger.warning(
+            "head_dim %d is no multiple of %d: attention runs on torch, slower and not bit-exact "
+            "across batch shapes", head_dim, _VECTOR,
+        )  # fmt: skip
         return None
     lib = load_library(_SOURCE, (f"-DHEAD_DIM={head_dim}", f"-DBLOCK={block_size}"), "attention")
     if lib is None:

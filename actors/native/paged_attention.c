@@ -26,9 +26,18 @@
 
 #define W 8      /* floats a vector; gcc and clang lower it to what the machine has */
 #define LANES 4  /* queries handled together, so that a key vector is loaded once for four */
-#define PART 256 /* positions a partition; a multiple of BLOCK */
+#define PART 256 /* positions a partition */
+/* Positions a tile: what is scored at once. A KV block where blocks are whole vectors and fill a
+ * partition; elsewhere its positions lie in several blocks and are gathered first. */
+#if BLOCK % W == 0 && PART % BLOCK == 0
+#define TILE BLOCK
+#define GATHERED 0
+#else
+#define TILE 16
+#define GATHERED 1
+#endif
 #define WORTH_THREADS 2048 /* keys to look at, below which waking threads takes longer */
-#define NB (BLOCK / W)
+#define NB (TILE / W)
 #define ND (HEAD_DIM / W)
 #define NEG -1e30f
 
@@ -82,6 +91,30 @@ typedef struct {
   float scale, softcap;
 } Ctx;
 
+/* Where `d` = 0 of the key, and the value, of position p lie. */
+static inline const float *key_at(const Ctx *c, int64_t kvh, int64_t p) {
+  int64_t base = (int64_t)c->block_row[p / BLOCK] * c->num_kv_heads + kvh;
+  return c->k_cache + base * HEAD_DIM * BLOCK + p % BLOCK;
+}
+static inline const float *value_at(const Ctx *c, int64_t kvh, int64_t p) {
+  int64_t base = (int64_t)c->block_row[p / BLOCK] * c->num_kv_heads + kvh;
+  return c->v_cache + (base * BLOCK + p % BLOCK) * HEAD_DIM;
+}
+
+#if GATHERED
+/* Keys of TILE positions from p0 on, transposed as a block's are; zeros from `hi` on, where the
+ * request may have no block. */
+static void gather_keys(const Ctx *c, int64_t kvh, int64_t p0, int64_t hi, float *keys) {
+  int64_t n = hi - p0 < TILE ? hi - p0 : TILE;
+  const float *from[TILE];
+  for (int64_t t = 0; t < n; t++) from[t] = key_at(c, kvh, p0 + t);
+  for (int d = 0; d < HEAD_DIM; d++) {
+    for (int64_t t = 0; t < n; t++) keys[d * TILE + t] = from[t][d * BLOCK];
+    for (int64_t t = n; t < TILE; t++) keys[d * TILE + t] = 0.0f;
+  }
+}
+#endif
+
 /* One partition for LANES queries that share a kv head. `q[i]` sees keys first[i]..last[i]. A
  * padding lane repeats a real one. */
 static __attribute__((noinline)) void partial(const Ctx *c, int64_t kvh, int64_t part,
@@ -98,24 +131,27 @@ static __attribute__((noinline)) void partial(const Ctx *c, int64_t kvh, int64_t
   }
   int64_t begin = part * PART, end = begin + PART;
   if (end > hi) end = hi;
-  if (lo > begin) begin = lo / BLOCK * BLOCK;
-  for (int64_t p0 = begin; p0 < end; p0 += BLOCK) {
-    int64_t base = (int64_t)c->block_row[p0 / BLOCK] * c->num_kv_heads + kvh;
-    const float *k = c->k_cache + base * HEAD_DIM * BLOCK;
-    const float *v = c->v_cache + base * BLOCK * HEAD_DIM;
+  if (lo > begin) begin = lo / TILE * TILE;
+  for (int64_t p0 = begin; p0 < end; p0 += TILE) {
+#if GATHERED
+    float k[HEAD_DIM * TILE];
+    gather_keys(c, kvh, p0, hi, k);
+#else
+    const float *k = key_at(c, kvh, p0), *v = value_at(c, kvh, p0);
+#endif
     vf s[LANES][NB];
     for (int i = 0; i < LANES; i++)
       for (int j = 0; j < NB; j++) s[i][j] = splat(0.0f);
     for (int d = 0; d < HEAD_DIM; d++) {
       vf kd[NB];
-      for (int j = 0; j < NB; j++) kd[j] = *(const vf *)(k + d * BLOCK + j * W);
+      for (int j = 0; j < NB; j++) kd[j] = *(const vf *)(k + d * TILE + j * W);
       for (int i = 0; i < LANES; i++) {
         vf qd = splat(q[i][d]);
         for (int j = 0; j < NB; j++) s[i][j] += qd * kd[j];
       }
     }
     for (int i = 0; i < LANES; i++) {
-      if (p0 > last[i] || p0 + BLOCK <= first[i]) continue;
+      if (p0 > last[i] || p0 + TILE <= first[i]) continue;
       vf mx = splat(NEG);
       for (int j = 0; j < NB; j++) {
         s[i][j] *= splat(c->scale);
@@ -139,12 +175,16 @@ static __attribute__((noinline)) void partial(const Ctx *c, int64_t kvh, int64_t
       st[i].l = st[i].l * alpha + hsum(sum);
       vf a = splat(alpha), acc[ND]; /* of its own, so that it stays in registers */
       for (int d = 0; d < ND; d++) acc[d] = st[i].acc[d] * a;
-      /* A block reaching past this query's position holds keys of later rows, or what an earlier
+      /* A tile reaching past this query's position holds keys of later rows, or what an earlier
        * owner left: their weight is 0, but 0 * inf would not be. Stop at the last valid one. */
-      int64_t nv = last[i] - p0 + 1 < BLOCK ? last[i] - p0 + 1 : BLOCK;
+      int64_t nv = last[i] - p0 + 1 < TILE ? last[i] - p0 + 1 : TILE;
       for (int64_t t = 0; t < nv; t++) {
         vf w = splat(s[i][t / W][t % W]);
+#if GATHERED
+        const float *vt = value_at(c, kvh, p0 + t);
+#else
         const float *vt = v + t * HEAD_DIM;
+#endif
         for (int d = 0; d < ND; d++) acc[d] += w * *(const vf *)(vt + d * W);
       }
       for (int d = 0; d < ND; d++) st[i].acc[d] = acc[d];

@@ -17,8 +17,9 @@ from actors.startup.preflight import (
     load_tokenizer,
     size_kv,
 )
-from actors.startup.workers import ModelDrafter, build_drafter, free_device_bytes, resolve_device
+from actors.startup.workers import ModelDrafter, build_drafter, measure_memory, resolve_device
 from actors.steps.client import InProcessStepClient
+from actors.steps.patience import StepPatience
 from actors.target.runner import TargetRunner
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
@@ -57,7 +58,7 @@ def build_in_process(
     loaded = {"target": target.host.kv_layers("target")}
     if drafter is not None:
         loaded["draft"] = drafter.kv_layers("draft")
-    sizing = size_kv(config, device.type, free_device_bytes(device), loaded)
+    sizing = size_kv(config, [measure_memory(config, device, str(device), loaded, target.host)])
 
     parts: list[ModelDrafter | Any] = [target.host, *filter(None, [drafter])]
     at_stage(STAGES[2])
@@ -74,6 +75,7 @@ def build_in_process(
         tokenizer if tokenizer is not None else load_tokenizer(config),
         build_lookup_drafter(config),
         build_acceptance(config),
+        StepPatience(config.runtime.step_timeout_s),
     )
 
     def rebuild(generation: int) -> Switch:

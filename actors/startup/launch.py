@@ -8,6 +8,7 @@ size, allocate, warm up), then each runs its step loop on a socket until it clos
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +21,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.errors import EngineDead, LoadError, WorkerLost
-from actors.kvcache.sizing import KVLayers, KVSizing
 from actors.startup.draft_watch import DraftWatch, NotRebuildable, Switch
 from actors.startup.nodes import ReplicaNodes, replica_placement
 from actors.startup.preflight import (
@@ -46,6 +46,7 @@ from actors.startup.shell import (
     first_failure,
 )
 from actors.steps.client import SocketStepClient
+from actors.steps.patience import StepPatience
 from actors.threads import compute_environment
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
@@ -148,14 +149,17 @@ class Replica:
         drafts_loading = [d.ask(RankRole.load, draft_order) for d in self._drafts]
         # Its import takes a while too: let it run beside the actors' loading.
         tokenizer = load_tokenizer(self.config)
-        facts = collect([*loading, *drafts_loading])
+        collect([*loading, *drafts_loading])
         loaded = time.perf_counter()
-        sizing = self._size_kv(facts)
-        self._num_blocks = sizing.num_blocks
-        everyone: list[Remote[Any]] = [*self._targets, *self._drafts]
-        collect([rank.ask(RankRole.allocate, sizing.num_blocks) for rank in everyone])
         if num_replicas > 1:
             self._join_replicas()
+        everyone: list[Remote[Any]] = [*self._targets, *self._drafts]
+        # One role after the other: where they share a device, each measures on a quiet one.
+        memory = collect([target.ask(TargetRole.measure) for target in self._targets])
+        memory += collect([draft.ask(RankRole.measure) for draft in self._drafts])
+        sizing = size_kv(self.config, memory)
+        self._num_blocks = sizing.num_blocks
+        collect([rank.ask(RankRole.allocate, sizing.num_blocks) for rank in everyone])
         facts = collect([rank.ask(RankRole.warm_up) for rank in everyone])
         self._target_facts = facts[: len(self._targets)]
         self._draft_facts = facts[len(self._targets) :]
@@ -173,6 +177,7 @@ class Replica:
             tokenizer,
             build_lookup_drafter(self.config),
             build_acceptance(self.config),
+            patience=StepPatience(self.config.runtime.step_timeout_s),
             generation=_GENERATION,
             gang=self._gang,
         )
@@ -244,11 +249,11 @@ class Replica:
             check_unique_devices(identities)
         except TopologyError as error:
             raise LoadError(str(error)) from error
-        (port,) = collect([ranks[0].ask(RankRole.open_rendezvous)])
         is_one_node = len({identity.node_id for identity in identities}) == 1
         host = "127.0.0.1" if is_one_node else identities[0].node_ip
+        (port,) = collect([ranks[0].ask(RankRole.open_rendezvous, host)])
         self._num_meetings += 1
-        return Rendezvous(host, port, role, len(ranks), self._num_meetings)
+        return Rendezvous(host, port, role, len(ranks), self._num_meetings, secrets.token_hex(16))
 
     def _meet_drafts(self) -> Rendezvous | None:
         """Of a draft that is split over processes of its own."""
@@ -275,12 +280,12 @@ class Replica:
         if gang.rank == 0:
             first = self._targets[0]
             (identity,) = collect([first.ask(RankRole.identify)])
-            (own_port,) = collect([first.ask(RankRole.open_rendezvous)])
-            body = f"{identity.node_ip} {own_port}".encode()
+            (own_port,) = collect([first.ask(RankRole.open_rendezvous, identity.node_ip)])
+            body = f"{identity.node_ip} {own_port} {secrets.token_hex(16)}".encode()
         try:
-            host, _, port = gang.share(body, LOAD_TIMEOUT_S).decode().partition(" ")
+            host, port, key = gang.share(body, LOAD_TIMEOUT_S).decode().split(" ")
             size = self.config.parallel.data_parallel_size
-            meeting = Rendezvous(host, int(port), "experts", size, _GENERATION)
+            meeting = Rendezvous(host, int(port), "experts", size, _GENERATION, key)
             joining = [
                 t.ask(TargetRole.join_replicas, meeting, gang.rank, LOAD_TIMEOUT_S)
                 for t in self._targets
@@ -288,18 +293,6 @@ class Replica:
             collect(joining, gang.check)
         except TransportError as error:
             raise WorkerLost(f"data-parallel rank {gang.rank}: {error}") from error
-
-    def _size_kv(self, facts: Sequence[RankFacts]) -> KVSizing:
-        """KV blocks that fit every rank: the same ids are used on all of them."""
-        targets = [fact for fact in facts if fact.role == "target"]
-        free = [f.free_device_bytes for f in targets if f.free_device_bytes is not None]
-        largest: dict[str, KVLayers] = {}
-        for fact in facts:
-            for owner, layers in fact.kv_layers.items():
-                known = largest.setdefault(owner, layers)
-                largest[owner] = max(known, layers, key=lambda x: x.bytes_per_token)
-        device_type = targets[0].device.partition(":")[0]
-        return size_kv(self.config, device_type, min(free, default=None), largest)
 
     def _connect(
         self,

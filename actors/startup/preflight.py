@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from actors.acceptance.base import AcceptanceMethod
 from actors.errors import LoadError
-from actors.kvcache.sizing import KVLayers, KVSizing, size_kv_cache
+from actors.kvcache.sizing import KVLayers, KVSizing, RankMemory, size_kv_cache
 from actors.memory import available_bytes
 from actors.startup.tokenizer import open_tokenizer
 from actors.steps.protocols import LookupDrafter
@@ -20,13 +20,9 @@ from parallel.placement import DrafterHome, drafter_seat
 from specconfig import readers
 from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError
-from specconfig.model import ModelConfig
+from specconfig.model import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
-
-# Share of the memory still available that KV may take on a CPU when nothing was said.
-_CPU_KV_SHARE = 0.4
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def import_drafter(config: EngineConfig) -> Any:
@@ -87,45 +83,35 @@ def check_q_carrier(config: EngineConfig, *, is_one_node: bool) -> None:
         )
 
 
-def kv_layers(owner: str, model: ModelConfig, device_type: str) -> KVLayers:
-    """KV geometry of a single rank as the config says it, before anything is loaded."""
-    dtype: str = model.dtype
-    if dtype == "auto":
-        dtype = "float32" if device_type == "cpu" else model.checkpoint_dtype
-    shape = (model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
-    return KVLayers(owner, (shape,), _ELEMENT_BYTES[dtype])
+def planned_memory(config: EngineConfig, device_type: str) -> RankMemory:
+    """What a single process keeps as the config says it, before anything is loaded."""
+    models = {"target": config.model}
+    if config.draft_has_own_kv and config.draft_model is not None:
+        models["draft"] = config.draft_model
+    layers = []
+    for owner, model in models.items():
+        dtype: str = model.dtype
+        if dtype == "auto":
+            dtype = "float32" if device_type == "cpu" else model.checkpoint_dtype
+        shape = (model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
+        layers.append(KVLayers(owner, (shape,), DTYPE_BYTES[dtype]))
+    return RankMemory(device_type, tuple(layers), available_bytes=available_bytes())
 
 
-def size_kv(
-    config: EngineConfig,
-    device_type: str,
-    free_device_bytes: int | None,
-    loaded: Mapping[str, KVLayers] | None = None,
-) -> KVSizing:
-    """Number of KV blocks for target and draft together, with printable arithmetic.
-
-    `loaded`: what one rank of "target" and "draft" keeps, as loading found it.
+def size_kv(config: EngineConfig, ranks: Sequence[RankMemory]) -> KVSizing:
+    """Number of KV blocks for all processes of a replica, with printable arithmetic.
 
     Without an explicit budget a CPU takes what `max_num_seqs` requests of full length need, up to
-    a share of the memory that is free; a CUDA device takes `gpu_memory_utilization` of what is
-    free after loading.
+    a share of the memory that is available; a GPU what `gpu_memory_utilization` leaves to KV.
     """
-    loaded = loaded or {}
-    models = [loaded.get("target") or kv_layers("target", config.model, device_type)]
-    if config.draft_has_own_kv and config.draft_model is not None:
-        draft = loaded.get("draft") or kv_layers("draft", config.draft_model, device_type)
-        models.append(draft)
-    block_size = config.cache.block_size
-    budget = config.cache.kv_cache_memory_bytes
-    if budget is None and free_device_bytes is not None:
-        budget = int(free_device_bytes * config.cache.gpu_memory_utilization)
-    if budget is None:
-        per_token = sum(m.bytes_per_token for m in models)
-        blocks = -(-config.max_model_len // block_size) * config.scheduler.max_num_seqs + 1
-        budget = blocks * block_size * per_token
-        if (available := available_bytes()) is not None:
-            budget = min(budget, int(available * _CPU_KV_SHARE))
-    sizing = size_kv_cache(budget, block_size, models, config.max_model_len)
+    sizing = size_kv_cache(
+        ranks,
+        block_size=config.cache.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        budget_bytes=config.cache.kv_cache_memory_bytes,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+    )
     for line in sizing.lines:
         logger.info("KV cache: %s", line)
     return sizing

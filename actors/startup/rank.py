@@ -9,9 +9,9 @@ from typing import ClassVar
 import ray
 import torch
 
-from actors.kvcache.sizing import KVLayers
+from actors.kvcache.sizing import KVLayers, RankMemory
 from actors.startup.shell import RankFacts, RankRole
-from actors.startup.workers import resolve_device
+from actors.startup.workers import measure_memory, resolve_device
 from parallel.groups import GroupHost, TPGroup, join_group
 from parallel.topology import RankIdentity, Rendezvous
 from specconfig.engine import EngineConfig
@@ -26,7 +26,7 @@ class RankActor(RankRole):
         logging.basicConfig(level=logging.INFO)
         self._config = EngineConfig.from_json(config_json)
         self._rank = rank
-        self._meeting_place: GroupHost | None = None
+        self._meeting_places: dict[str, GroupHost] = {}  # by address
 
     def identify(self) -> RankIdentity:
         device = resolve_device(self._config)
@@ -36,13 +36,22 @@ class RankActor(RankRole):
         node = ray.get_runtime_context().get_node_id()
         return RankIdentity(self.role, self._rank, node, ray.util.get_node_ip_address(), uuid)
 
-    def open_rendezvous(self) -> int:
-        if self._meeting_place is None:
-            self._meeting_place = GroupHost()
-        return self._meeting_place.port
+    def open_rendezvous(self, host: str) -> int:
+        if host not in self._meeting_places:
+            self._meeting_places[host] = GroupHost(host)
+        return self._meeting_places[host].port
+
+    def _measured(
+        self, device: torch.device, layers: dict[str, KVLayers], host: object
+    ) -> RankMemory:
+        where = self.identify()
+        memory = "memory" if where.device is None else f"GPU {where.device}"
+        name = f"{memory} of node {where.node_ip}"
+        return measure_memory(self._config, device, name, layers, host)
 
     def _join(self, meeting: Rendezvous | None, device: torch.device) -> TPGroup:
-        return join_group(meeting, self._rank, device, host=self._meeting_place)
+        own = self._meeting_places.get(meeting.host) if meeting is not None else None
+        return join_group(meeting, self._rank, device, host=own)
 
     def _facts(self, device: torch.device, kv_layers: dict[str, KVLayers]) -> RankFacts:
         return RankFacts(

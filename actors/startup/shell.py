@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 import ray
 
 from actors.errors import LoadError, WorkerLost
-from actors.kvcache.sizing import KVLayers
+from actors.kvcache.sizing import KVLayers, RankMemory
 from parallel.topology import RankIdentity, Rendezvous
 
 LOAD_TIMEOUT_S = 1800.0
@@ -31,7 +31,7 @@ Role = TypeVar("Role")
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank knows of itself, as far as it has come. `free_device_bytes`: after loading."""
+    """What one rank knows of itself, as far as it has come."""
 
     role: str
     rank: int
@@ -41,7 +41,6 @@ class RankFacts:
     threads: int
     kv_layers: dict[str, KVLayers]
     parameters: int | None = None
-    free_device_bytes: int | None = None
     layers_compiled: bool | None = None
     batch_invariant: bool | None = None
 
@@ -60,19 +59,24 @@ class LoadOrder:
 
 class RankRole(ABC):
     """One rank of any role. Calls come in this order: identify and open_rendezvous (with several
-    ranks), load, allocate, warm_up, loop. `loop` returns when the verifier stops or is gone."""
+    ranks), load, measure (but when it replaces another), allocate, warm_up, loop. `loop` returns
+    when the verifier stops or is gone."""
 
     @abstractmethod
     def identify(self) -> RankIdentity:
         """Node and device of this rank."""
 
     @abstractmethod
-    def open_rendezvous(self) -> int:
-        """Rank 0: the port at which the ranks meet."""
+    def open_rendezvous(self, host: str) -> int:
+        """Rank 0: the port at which the ranks meet, at `host`, an address of its node."""
 
     @abstractmethod
     def load(self, order: LoadOrder) -> RankFacts:
         """Meet the other ranks and load the weights."""
+
+    @abstractmethod
+    def measure(self) -> RankMemory:
+        """What it keeps and what is left. All that share its device have loaded."""
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:
@@ -89,7 +93,7 @@ class RankRole(ABC):
 
 
 class TargetRole(RankRole):
-    """A target rank. `join_replicas` (with experts spread over replicas) comes before `warm_up`;
+    """A target rank. `join_replicas` (with experts spread over replicas) comes before `measure`;
     `traffic` and `rebuild_drafter` may come while `loop` runs."""
 
     @abstractmethod

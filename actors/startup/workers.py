@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from actors.errors import LoadError
-from actors.kvcache.sizing import KVLayers
+from actors.kvcache.sizing import GpuMemory, KVLayers, RankMemory
+from actors.memory import available_bytes
 from actors.model.host import ModelHost
 from actors.startup.preflight import import_drafter
 from actors.steps.protocols import Drafter
@@ -61,6 +63,24 @@ def build_drafter(
     return drafter
 
 
-def free_device_bytes(device: torch.device) -> int | None:
-    """Memory that nobody has taken; None on a CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+def measure_memory(
+    config: EngineConfig,
+    device: torch.device,
+    device_name: str,
+    layers: Mapping[str, KVLayers],
+    host: object,
+) -> RankMemory:
+    """What this process keeps and what is left, once all that share its device have loaded.
+
+    Ranks of a group call it together: where KV is sized by a GPU's memory, `host` (a `ModelHost`;
+    of others nothing is known) runs its largest step. `device_name`: as in `RankMemory`.
+    """
+    kept = tuple(layers.values())
+    if device.type != "cuda":
+        return RankMemory(device_name, kept, available_bytes=available_bytes())
+    is_sized = config.cache.kv_cache_memory_bytes is None
+    peak = host.activation_bytes() if is_sized and isinstance(host, ModelHost) else 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    gpu = GpuMemory(total, free, torch.cuda.memory_allocated(device), peak)
+    return RankMemory(device_name, kept, gpu)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from actors.errors import EngineDead, StepTimeout, WorkerLost
 from actors.steps.drafts import HostedDrafter
 from actors.steps.messages import DraftTokens, FrameKind, RowStats, StepPlan
+from actors.steps.patience import DRAFT_SHARE
 from actors.steps.protocols import Drafter, MaskSource, TargetRunnerLike
 from actors.steps.target_step import TargetStep, concerns_draft
 from parallel.transport.frames import ConnectionLost, TransportError, TransportTimeout
@@ -65,20 +66,19 @@ class SocketStepClient:
         targets: Connections to the target ranks; the first is rank 0, which answers.
         drafts: Connections to the draft processes. Losing one is no error of the step: the
             target goes on without drafts and the result says so.
-        send_timeout_s: A worker that does not take a plan for that long counts as hung.
+
+    A worker that does not take a plan within the plan's limit counts as hung.
     """
 
     def __init__(
         self,
         targets: Sequence[FrameSocket],
         drafts: Sequence[FrameSocket] = (),
-        send_timeout_s: float = 10.0,
     ) -> None:
         if not targets:
             raise ValueError("a step needs at least one target rank")
         self._targets = list(targets)
         self._drafts = list(drafts)
-        self._send_timeout_s = send_timeout_s
         self._plan: StepPlan | None = None
         self._draft_lost: str | None = None
 
@@ -89,10 +89,10 @@ class SocketStepClient:
         if concerns_draft(plan):
             for connection in list(self._drafts):
                 try:
-                    connection.send(FrameKind.PLAN, plan.step, body, self._send_timeout_s)
+                    connection.send(FrameKind.PLAN, plan.step, body, plan.limit_s * DRAFT_SHARE)
                 except TransportError as error:
                     self._lose_drafts(str(error))
-        self._tell_targets(FrameKind.PLAN, plan.step, body)
+        self._tell_targets(FrameKind.PLAN, plan, body)
 
     def recv(self, timeout_s: float, mask_source: MaskSource | None = None) -> RowStats:
         plan, self._plan = self._plan, None
@@ -103,7 +103,10 @@ class SocketStepClient:
         while result is None:
             ready = wait_any([*self._targets, *self._drafts], deadline - time.monotonic())
             if not ready:
-                raise StepTimeout(f"target rank 0 did not answer step {plan.step} in {timeout_s} s")
+                raise StepTimeout(
+                    f"target rank 0 did not answer step {plan.step} in {timeout_s:.1f} s (many "
+                    "times what such steps took; step_timeout_s sets a limit of your own)"
+                )
             for connection in ready:
                 if connection in self._drafts:
                     self._hear_draft(connection)
@@ -111,6 +114,8 @@ class SocketStepClient:
                     result = self._hear_target(connection, plan, mask_source) or result
         if plan.draft and self._draft_lost is not None and result.draft_lost is None:
             result = replace(result, draft_lost=self._draft_lost)
+        elif self._drafts and result.draft_lost is not None:
+            self._lose_drafts(result.draft_lost)  # one that hangs would not take further plans
         return result
 
     def replace_drafts(self, drafts: Sequence[FrameSocket]) -> None:
@@ -154,14 +159,14 @@ class SocketStepClient:
     def _send_masks(self, plan: StepPlan, drafts: bytes, mask_source: MaskSource | None) -> None:
         assert mask_source is not None, "a two-phase step needs someone to ask for masks"
         masks = mask_source(plan, DraftTokens.unpack(drafts) if drafts else None)
-        self._tell_targets(FrameKind.MASKS, plan.step, masks.pack())
+        self._tell_targets(FrameKind.MASKS, plan, masks.pack())
 
-    def _tell_targets(self, kind: FrameKind, step: int, body: bytes) -> None:
+    def _tell_targets(self, kind: FrameKind, plan: StepPlan, body: bytes) -> None:
         for rank, connection in enumerate(self._targets):
             try:
-                connection.send(kind, step, body, self._send_timeout_s)
+                connection.send(kind, plan.step, body, plan.limit_s)
             except TransportError as error:
-                raise _engine_error(error, f"target rank {rank}, step {step}") from error
+                raise _engine_error(error, f"target rank {rank}, step {plan.step}") from error
 
     def _hear_draft(self, connection: FrameSocket) -> None:
         try:

@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 
 from actors.steps.messages import DraftTokens, Float32Array, FrameKind, StepPlan, token_array
+from actors.steps.patience import DRAFT_SHARE
 from actors.steps.protocols import Drafter, Proposal, Verified
 from actors.steps.target_step import Proposed, concerns_draft
 from parallel.transport.frames import TransportError
@@ -221,15 +222,14 @@ class ConnectedDrafts:
     """A `DraftSource`: draft processes send what they draft.
 
     The verifier plans no work for a drafter before it serves, so a plan of a new generation means
-    that its connections are there or about to be.
+    that its connections are there or about to be. They are waited for, as drafts are, for a part
+    of what the step may take: a process that hangs costs speed, not the step.
 
     Args:
         listener: Where draft processes connect, each with the generation of its drafter.
         num_shares: Processes among which the requests are divided by slot. One that is lost takes
             the others with it.
         open_q: q of a proposal, this rank's columns, from its writers' memory.
-        connect_timeout_s: For each to connect.
-        step_timeout_s: For the drafts of a step.
     """
 
     def __init__(
@@ -237,14 +237,10 @@ class ConnectedDrafts:
         listener: FrameListener,
         num_shares: int = 1,
         open_q: Callable[[StepPlan, SentProposal], Tensor | None] = lambda plan, sent: None,
-        connect_timeout_s: float = 10.0,
-        step_timeout_s: float = 30.0,
     ) -> None:
         self._listener = listener
         self._num_shares = num_shares
         self._open_q = open_q
-        self._connect_timeout_s = connect_timeout_s
-        self._step_timeout_s = step_timeout_s
         self._connections: dict[int, FrameSocket] = {}
         self._generation = -1
         self._lost: str | None = None
@@ -268,11 +264,11 @@ class ConnectedDrafts:
             self._lost = None
         if self._lost is not None:
             return None, self._lost
+        deadline = monotonic() + plan.limit_s * DRAFT_SHARE
         try:
             while len(self._connections) < self._num_shares:
-                connection, hello = self._listener.accept(self._connect_timeout_s)
+                connection, hello = self._listener.accept(max(deadline - monotonic(), 0.0))
                 self._connections[hello.rank] = connection
-            deadline = monotonic() + self._step_timeout_s
             parts = [self._next(plan, self._connections[r], deadline) for r in self._ranks]
             return merge_shares(plan, parts), None
         except TransportError as error:

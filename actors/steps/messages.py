@@ -193,6 +193,7 @@ class StepPlan:
     `draft_generation` counts the drafters that this replica has had: drafts of an older one are
     void. `masks`: known already, for drafts that are in the plan. `awaits_masks`: a two-phase
     step; its drafts go to the verifier first, which answers with the masks of all rows.
+    `limit_s`: seconds it may take; a process that makes others wait longer counts as hung.
     """
 
     generation: int
@@ -204,10 +205,17 @@ class StepPlan:
     draft_generation: int = 0
     masks: RowMasks | None = None
     awaits_masks: bool = False
+    limit_s: float = 60.0
 
     @property
     def num_logits(self) -> int:
         return sum(e.num_logits for e in self.target)
+
+    @property
+    def num_rows(self) -> int:
+        """Of the target's forward and of the drafter's."""
+        rows = sum(len(e.token_ids) + e.num_pending_drafts for e in self.target)
+        return rows + sum(e.num_rows + e.num_drafts for e in self.draft)
 
     def pack(self) -> bytes:
         body = [
@@ -228,13 +236,14 @@ class StepPlan:
             self.draft_generation,
             None if self.masks is None else self.masks.to_wire(),
             self.awaits_masks,
+            self.limit_s,
         ]  # fmt: skip
         packed: bytes = msgpack.packb(body)
         return packed
 
     @classmethod
     def unpack(cls, raw: bytes) -> StepPlan:
-        generation, step, admissions, blocks, target, draft, drafter, masks, awaits = (
+        generation, step, admissions, blocks, target, draft, drafter, masks, awaits, limit_s = (
             msgpack.unpackb(raw)
         )
         return cls(
@@ -247,6 +256,7 @@ class StepPlan:
             drafter,
             None if masks is None else RowMasks.from_wire(masks),
             awaits,
+            limit_s,
         )
 
 

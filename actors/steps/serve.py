@@ -15,7 +15,6 @@ from parallel.transport.socket import FrameSocket
 
 logger = logging.getLogger(__name__)
 
-_SEND_TIMEOUT_S = 10.0
 _ERROR_TIMEOUT_S = 1.0
 _PATIENCE_S = 3600.0
 
@@ -37,7 +36,7 @@ def serve_target(connection: FrameSocket, step: TargetStep, *, answers: bool = T
     def masks(plan: StepPlan, drafts: DraftTokens | None) -> RowMasks:
         if answers:
             body = b"" if drafts is None else drafts.pack()
-            connection.send(FrameKind.DRAFTS, plan.step, body, _SEND_TIMEOUT_S)
+            connection.send(FrameKind.DRAFTS, plan.step, body, plan.limit_s)
         frame = _next(connection, FrameKind.MASKS)
         if frame.step != plan.step:
             raise TransportError(f"masks of step {frame.step} in step {plan.step}")
@@ -85,7 +84,7 @@ def serve_draft(
             q = gather(writer.write(host_rows(proposal.q), first_column))
         if plan.draft and target is not None:
             body = SentProposal(proposal.tokens, proposal.confidences, q).pack()
-            target.send(FrameKind.DRAFTS, plan.step, body, _SEND_TIMEOUT_S)
+            target.send(FrameKind.DRAFTS, plan.step, body, plan.limit_s)
 
     try:
         _serve(connection, handle)

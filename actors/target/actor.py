@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from actors.kvcache.sizing import KVLayers, RankMemory
 from actors.startup.rank import RankActor
 from actors.startup.shell import LoadOrder, RankFacts, TargetRole
-from actors.startup.workers import ModelDrafter, build_drafter, free_device_bytes, resolve_device
+from actors.startup.workers import ModelDrafter, build_drafter, resolve_device
 from actors.steps.drafts import ConnectedDrafts, HostedDrafter
 from actors.steps.serve import serve_target
 from actors.steps.shared_drafts import Inbox, QColumns, SharedDrafts, all_agree
@@ -30,7 +31,6 @@ class _Loaded:
     target: TargetRunner
     hosted: HostedDrafter
     drafter: ModelDrafter | None
-    free_bytes: int | None
 
 
 class TargetActor(RankActor, TargetRole):
@@ -68,7 +68,7 @@ class TargetActor(RankActor, TargetRole):
                 draft_group.close,
                 (lambda well: all_agree(well, group, device)) if is_split else bool,
             )
-        self._loaded = _Loaded(device, group, target, hosted, drafter, free_device_bytes(device))
+        self._loaded = _Loaded(device, group, target, hosted, drafter)
         return self._all_facts(drafter)
 
     def join_replicas(self, meeting: Rendezvous, replica: int, timeout_s: float) -> None:
@@ -76,10 +76,14 @@ class TargetActor(RankActor, TargetRole):
             meeting._replace(role=f"{meeting.role}-{self._rank}"),
             replica,
             self._loaded.device,
-            host=self._meeting_place if replica == 0 else None,
+            host=self._meeting_places.get(meeting.host) if replica == 0 else None,
             meeting_timeout_s=timeout_s,
         )
         self._loaded.target.host.model.join_replicas(self._replicas)
+
+    def measure(self) -> RankMemory:
+        loaded = self._loaded
+        return self._measured(loaded.device, self._layers(loaded.drafter), loaded.target.host)
 
     def allocate(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -153,17 +157,19 @@ class TargetActor(RankActor, TargetRole):
             inbox = drafts
         return SharedDrafts(inbox, loaded.group, loaded.device, q)
 
+    def _layers(self, drafter: ModelDrafter | None) -> dict[str, KVLayers]:
+        layers = {"target": self._loaded.target.host.kv_layers("target")}
+        if drafter is not None:
+            layers["draft"] = drafter.kv_layers("draft")
+        return layers
+
     def _all_facts(self, drafter: ModelDrafter | None) -> RankFacts:
         loaded = self._loaded
         host = loaded.target.host
-        layers = {"target": host.kv_layers("target")}
-        if drafter is not None:
-            layers["draft"] = drafter.kv_layers("draft")
         is_allocated = self._num_blocks > 0
         return replace(
-            self._facts(loaded.device, layers),
+            self._facts(loaded.device, self._layers(drafter)),
             parameters=host.model.num_parameters,
-            free_device_bytes=loaded.free_bytes,
             layers_compiled=host.model.compiled if is_allocated else None,
             batch_invariant=host.model.is_batch_invariant if is_allocated else None,
         )

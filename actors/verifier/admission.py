@@ -5,7 +5,7 @@ from __future__ import annotations
 from actors.checks import check_prompt, check_sampling
 from actors.errors import InvalidRequest
 from actors.requests import GenerateRequest
-from actors.verifier.detokenize import Detokenizer, TextStream
+from actors.verifier.detokenize import TextStream, detokenizer_of
 from actors.verifier.finish import FinishRules
 from actors.verifier.limits import EngineLimits
 
@@ -41,7 +41,7 @@ def admit(
     )
     text = None
     if tokenizer is not None:
-        detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        detokenizer = detokenizer_of(tokenizer, params)
         text = TextStream(detokenizer, params.stop, params.include_stop_str_in_output)
     elif params.stop:
         raise InvalidRequest("stop strings need a tokenizer; this server has none", param="stop")

@@ -15,6 +15,7 @@ from actors.acceptance.base import AcceptanceMethod
 from actors.errors import EngineDead, InvalidRequest, QueueFull, RequestLost
 from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats, Snapshot
+from actors.steps.patience import StepPatience
 from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
 from actors.verifier.admission import admit
 from actors.verifier.limits import EngineLimits
@@ -32,7 +33,8 @@ _STAND_BY_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """State of a replica at one moment. `seconds_since_step` counts only while work is there."""
+    """State of a replica at one moment. `seconds_since_step` counts only while work is there;
+    `step_limit_s` is what the step in flight may take."""
 
     is_healthy: bool
     error: str | None
@@ -44,6 +46,7 @@ class EngineStatus:
     num_cached_blocks: int
     num_referenced_blocks: int
     seconds_since_step: float
+    step_limit_s: float
     stats: Snapshot
 
 
@@ -56,7 +59,7 @@ class VerifierEngine:
         tokenizer: A fast tokenizer, for output text and stop strings; None: ids only.
         drafter: A drafter that runs in the verifier, or None.
         accept: Acceptance method; None: exact match.
-        step_timeout_s: A step that takes longer ends the replica.
+        patience: How long a step may take; one that takes longer ends the replica.
         generation: Of the worker group.
         gang: Data-parallel ranks to agree with on K, or None; closed by `stop`.
         mask_source: Gives the masks of a step's rows once its drafts are known, or None.
@@ -69,7 +72,7 @@ class VerifierEngine:
         tokenizer: object | None = None,
         drafter: LookupDrafter | None = None,
         accept: AcceptanceMethod | None = None,
-        step_timeout_s: float = 60.0,
+        patience: StepPatience | None = None,
         generation: int = 0,
         gang: GangMember | None = None,
         mask_source: MaskSource | None = None,
@@ -85,7 +88,7 @@ class VerifierEngine:
             drafter,
             self.stats,
             accept,
-            step_timeout_s,
+            patience,
             generation,
             gang,
             mask_source,
@@ -155,7 +158,8 @@ class VerifierEngine:
                 self._post(lambda: self._loop.abort(request))
 
     async def generate(self, params: GenerateRequest) -> AsyncGenerator[RunOutput]:
-        """Runs of one request, from any asyncio loop. Leaving early aborts the request.
+        """Runs of one request, from any asyncio loop, after an acknowledgment that it is queued.
+        Leaving early aborts the request.
 
         Raises:
             RequestLost: the replica failed or was stopped; the request is not at fault.
@@ -165,6 +169,7 @@ class VerifierEngine:
         self.add_request(params, lambda out: _hand_over(loop, queue, out))
         finished = False
         try:
+            yield RunOutput.acknowledgment(params.request_id, len(params.prompt_token_ids))
             while not finished:
                 out = await queue.get()
                 finished = out.finish_reason is not None
@@ -261,6 +266,7 @@ class VerifierEngine:
             num_cached_blocks=pool.num_cached,
             num_referenced_blocks=pool.num_referenced,
             seconds_since_step=time.monotonic() - since if self._is_busy else 0.0,
+            step_limit_s=self._loop.limit_s,
             stats=self.stats.snapshot(),
         )
 

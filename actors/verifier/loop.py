@@ -18,7 +18,15 @@ from actors.errors import EngineDead
 from actors.requests import FinishReason, RunOutput, SpeculationStats, TokenLogprob
 from actors.sampling.uniforms import Stream, uniforms
 from actors.stats import EngineStats
-from actors.steps.messages import INVALID_SAMPLE, Int32Array, RowStats, Stat, token_array
+from actors.steps.messages import (
+    INVALID_SAMPLE,
+    Int32Array,
+    RowStats,
+    Stat,
+    StepPlan,
+    token_array,
+)
+from actors.steps.patience import StepPatience
 from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
 from actors.verifier.drafts import legal_prefix
 from actors.verifier.finish import decode_run, end_run
@@ -53,7 +61,7 @@ class StepLoop:
         drafter: A drafter that runs here, or None.
         stats: Counted into.
         accept: Acceptance method.
-        step_timeout_s: After this a step counts as lost.
+        patience: How long each step may take.
         generation: Of the worker group; frames of older generations are void.
         gang: Data-parallel ranks to agree with on K, or None.
         mask_source: Gives the masks of every step's rows, once its drafts are known; None: no
@@ -67,7 +75,7 @@ class StepLoop:
         drafter: LookupDrafter | None = None,
         stats: EngineStats | None = None,
         accept: AcceptanceMethod | None = None,
-        step_timeout_s: float = 60.0,
+        patience: StepPatience | None = None,
         generation: int = 0,
         gang: GangMember | None = None,
         mask_source: MaskSource | None = None,
@@ -79,15 +87,21 @@ class StepLoop:
         self.scheduler = Scheduler(limits, self.stats)
         self._accept = accept if accept is not None else ExactMatch()
         self._mask_source = mask_source
-        self._step_timeout_s = step_timeout_s
+        self._patience = patience if patience is not None else StepPatience()
         self._generation = generation
         self._gang = gang
         self._outbox: list[_Emission] = []
         self.draft_lost: str | None = None
         self.last_step_s = time.monotonic()
+        self.limit_s = self._patience.limit_s(1)  # of the step in flight, or of the last one
 
     def begin(self, request: Request) -> None:
-        """Prepare the lookup drafter for a request that `add` will queue. From any thread."""
+        """Prepare for a request that `add` will queue. From any thread.
+
+        Raises:
+            Exception: the request cannot be planned.
+        """
+        self.scheduler.prepare(request)
         self._tell(lambda d: d.begin(request.number, request.token_ids, request.params.cache_salt))
 
     def forget(self, request: Request) -> None:
@@ -116,11 +130,12 @@ class StepLoop:
         started = time.monotonic()
         if self._mask_source is not None:
             step.plan = replace(step.plan, awaits_masks=True)
-        self._client.send(step.plan)
+        self._send(step.plan)
         self.deliver()
-        result = self._client.recv(self._step_timeout_s, self._mask_source)
+        result = self._client.recv(self.limit_s, self._mask_source)
         self._take(step, result)
         self.last_step_s = time.monotonic()
+        self._patience.observe(step.plan.num_rows, self.last_step_s - started)
         self.stats.num_steps += 1
         self.stats.step_time_s.observe(self.last_step_s - started)
         self.stats.forward_time_s.observe(result.forward_ms / 1e3)
@@ -152,12 +167,12 @@ class StepLoop:
     def _agree(self, gang: GangMember) -> None:
         """Have K follow the largest batch of the next step among the ranks."""
         started = time.monotonic()
-        turn = gang.next_turn(self.scheduler.next_batch())
+        turn = gang.next_turn(self.scheduler.next_batch(), self._longest_s)
         while turn is not None and turn.is_dummy:
             # Decided before this rank had work: the others count on its forwards.
             self._run_dummy()
             started = time.monotonic()
-            turn = gang.next_turn(self.scheduler.next_batch())
+            turn = gang.next_turn(self.scheduler.next_batch(), self._longest_s)
         if turn is None:
             if gang.is_lockstep:
                 raise EngineDead("a data-parallel rank is gone, and experts span the ranks")
@@ -177,9 +192,24 @@ class StepLoop:
 
     def _run_dummy(self) -> None:
         plan = self.scheduler.dummy_plan(self._generation)
-        self._client.send(plan)
-        self._client.recv(self._step_timeout_s)
+        self._send(plan)
+        self._client.recv(self.limit_s)
         self.stats.num_dp_dummy_steps += 1
+
+    @property
+    def _is_lockstep(self) -> bool:
+        return self._gang is not None and self._gang.is_lockstep
+
+    @property
+    def _longest_s(self) -> float:
+        """What the largest legal step may take."""
+        return self._patience.limit_s(self._limits.max_num_batched_tokens)
+
+    def _send(self, plan: StepPlan) -> None:
+        # In lockstep a step takes as long as the largest of all ranks.
+        limit_s = self._longest_s if self._is_lockstep else self._patience.limit_s(plan.num_rows)
+        self.limit_s = limit_s
+        self._client.send(replace(plan, limit_s=limit_s))
 
     # --- result of a step -------------------------------------------------------------------
 

@@ -8,14 +8,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from typing import Any, Final, Self, TypeVar
 
+import numpy as np
 from tqdm.auto import tqdm
 
+from actors.checks import check_ids, is_encodable
 from actors.errors import InvalidRequest
 from actors.requests import GenerateRequest, RunOutput
 from deploy.client.routes import Route, open_route
 from deploy.failures import RequestAborted
 from deploy.runs import merge
-from deploy.text import Conversation, Message, Prompt, Text
+from deploy.text import Conversation, Prompt, Text, messages_of
 
 T = TypeVar("T")
 
@@ -23,6 +25,8 @@ T = TypeVar("T")
 Turns = Sequence[Mapping[str, Any]]
 # Requests of a batch in flight at once: enough to fill an engine, few enough for its queue.
 _BATCH_WIDTH: Final = 32
+# The server knows how many ids there are; more than this no server has.
+_NO_VOCABULARY: Final = 2**31
 
 
 class AsyncClient:
@@ -152,7 +156,8 @@ class AsyncClient:
             runs = await running.next(route.start(request, prompt))
             async with aclosing(runs):
                 while (run := await running.next(anext(runs, None))) is not None:
-                    yield run
+                    if not run.is_acknowledgment:
+                        yield run
         finally:
             del self._active[request.request_id]
 
@@ -197,17 +202,19 @@ async def _whole(runs: AsyncGenerator[RunOutput]) -> RunOutput:
 
 
 def request_of(fields: dict[str, Any]) -> GenerateRequest:
-    """The engine's request, without its prompt.
+    """The engine's request, without its prompt. Values are checked by whoever takes it.
 
     Raises:
         InvalidRequest: a field that there is not.
     """
     fields = dict(fields)
-    stop = fields.get("stop")
-    if stop is not None:
-        fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "stop_token_ids" in fields:
-        fields["stop_token_ids"] = tuple(fields["stop_token_ids"])
+    for name in ("stop", "stop_token_ids"):
+        value = fields.get(name)
+        if isinstance(value, str | list):
+            fields[name] = (value,) if isinstance(value, str) else tuple(value)
+        for text in fields.get(name) or ():
+            _check_text(name, text)
+    _check_text("cache_salt", fields.get("cache_salt"))
     request_id = fields.pop("request_id", None) or f"client-{uuid.uuid4().hex}"
     try:
         return GenerateRequest(request_id, (), **fields)
@@ -216,15 +223,25 @@ def request_of(fields: dict[str, Any]) -> GenerateRequest:
 
 
 def prompt_of(prompt: str | Sequence[int]) -> Prompt:
-    """A prompt of text or token ids."""
-    return Text(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    """A prompt of text or token ids.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if isinstance(prompt, str):
+        _check_text("prompt", prompt)
+        return Text(prompt)
+    given: Any = prompt
+    check_ids("prompt", given, _NO_VOCABULARY)
+    ids: list[int] = given.tolist() if isinstance(given, np.ndarray) else list(given)
+    return ids
 
 
 def conversation_of(messages: Turns, fields: dict[str, Any]) -> Conversation:
     """A conversation, with what its template takes out of `fields`.
 
     Raises:
-        InvalidRequest: a message that is not role and content.
+        InvalidRequest: a message that is not one.
     """
     template = {
         name: fields.pop(name)
@@ -232,8 +249,13 @@ def conversation_of(messages: Turns, fields: dict[str, Any]) -> Conversation:
         if name in fields
     }
     kwargs = fields.pop("chat_template_kwargs", {})
-    try:
-        turns = [Message(**message) for message in messages]
-    except TypeError as error:
-        raise InvalidRequest(f"messages: {error}", param="messages") from None
+    turns = messages_of(messages)
+    for index, turn in enumerate(turns):
+        _check_text(f"messages[{index}].content", turn.content)
     return Conversation(turns, template_kwargs=kwargs, **template)
+
+
+def _check_text(where: str, value: Any) -> None:
+    """Refuse half a character, which no way carries. Everything else is the server's to check."""
+    if isinstance(value, str) and not is_encodable(value):
+        raise InvalidRequest(f"'{where}' is not text: it holds half a character", param=where)

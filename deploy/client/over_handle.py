@@ -20,6 +20,4 @@ async def front_over(engines: EngineClient, timeout_s: float) -> Front:
     """A front over `engines`, which say themselves what they serve."""
     facts = await engines.describe(timeout_s)
     served = ServedModel(**facts["served"])
-    return Front(
-        engines, TextProcessor.load(served.tokenizer, served.tokenizer_revision), served
-    )
+    return Front(engines, TextProcessor.load(served.tokenizer, served.tokenizer_revision), served)

@@ -72,6 +72,8 @@ class GrpcService:
         runs = await _call(self._start(request, context, request_id), context, request_id)
         async with aclosing(runs):
             while (run := await _call(anext(runs, None), context, request_id)) is not None:
+                if run.is_acknowledgment:
+                    continue
                 if run.finish_reason is not None:
                     context.set_trailing_metadata(_trailer(run))
                 yield to_answer(request_id, run)
@@ -109,9 +111,7 @@ class GrpcService:
         """SERVING while at least one engine can answer. Needs no key, as /health does not."""
         health = await self._front.health()
         serving, not_serving = health_pb2.HealthCheckResponse.ServingStatus.values()[1:3]
-        return health_pb2.HealthCheckResponse(
-            status=serving if health.is_healthy else not_serving
-        )
+        return health_pb2.HealthCheckResponse(status=serving if health.is_healthy else not_serving)
 
     async def watch_health(self) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The health now, and again when it has changed."""

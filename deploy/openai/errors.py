@@ -9,18 +9,16 @@ and the traceback goes to the log under the same id.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
-from typing import Any
+from typing import Any, Final
 
 from fastapi.responses import JSONResponse
-from ray.serve.exceptions import BackPressureError
 
-from actors.errors import EngineDead, QueueFull, RequestError
-from deploy.failures import RequestAborted, is_replica_loss, root_cause
+from actors.checks import encodable
+from deploy.failures import Failure, failure_of, root_cause
+from deploy.outlook import NoReplicaComing
 
-logger = logging.getLogger("ray.serve")
+_MAX_CHARS: Final = 2000
 
 
 class ApiError(Exception):
@@ -46,11 +44,12 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""
+        # Messages repeat what clients wrote, which need not be short, nor text.
         return {
             "error": {
-                "message": self.message,
+                "message": encodable(self.message[:_MAX_CHARS]),
                 "type": self.kind,
-                "param": self.param,
+                "param": self.param and encodable(self.param[:_MAX_CHARS]),
                 "code": self.code,
             }
         }
@@ -58,21 +57,6 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """The whole HTTP answer."""
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
-
-
-def unauthorized(message: str) -> ApiError:
-    """401, with the challenge HTTP asks for."""
-    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-def model_not_found(name: str, served: str) -> ApiError:
-    """404 for a model name this server does not serve."""
-    return ApiError(
-        404,
-        f"the model {name!r} does not exist here; this server serves {served!r}",
-        param="model",
-        code="model_not_found",
-    )
 
 
 def too_busy(message: str, retry_after_s: float | None) -> ApiError:
@@ -103,28 +87,27 @@ def from_exception(error: BaseException, request_id: str) -> ApiError:
     cause = root_cause(error)
     if isinstance(cause, ApiError):
         return cause
-    if isinstance(cause, QueueFull):
-        return too_busy(cause.message, cause.retry_after_s)
-    if isinstance(cause, RequestError):
-        return ApiError(400, cause.message, param=cause.param, code=cause.code)
-    if isinstance(cause, RequestAborted):
-        return ApiError(500, str(cause), kind="internal_error", code="request_aborted")
-    if isinstance(cause, BackPressureError):
-        return too_busy(
-            "the server's queue is full; retry later", getattr(cause, "retry_after_s", None)
-        )
-    if isinstance(cause, TimeoutError | asyncio.TimeoutError):
-        return ApiError(
-            408, str(cause) or "the request took too long", kind="timeout_error", code="timeout"
-        )
-    if is_replica_loss(cause):
-        logger.error("request %s lost its engine: %s", request_id, cause)
-        detail = str(cause) if isinstance(cause, EngineDead) else "the engine replica was lost"
-        return unavailable(f"{detail}; request {request_id} could not be continued")
-    logger.error("request %s failed", request_id, exc_info=error)
-    return ApiError(
-        500,
-        f"internal error; the server's log has the details under request id {request_id}",
-        kind="internal_error",
-        code="internal_error",
-    )
+    failure, message = failure_of(error, request_id)
+    param, code = getattr(cause, "param", None), getattr(cause, "code", None)
+    match failure:
+        case Failure.INVALID:
+            return ApiError(400, message, param=param, code=code)
+        case Failure.UNAUTHENTICATED:
+            challenge = {"WWW-Authenticate": "Bearer"}
+            return ApiError(401, message, code=code, headers=challenge)
+        case Failure.NOT_FOUND:
+            return ApiError(404, message, param=param, code=code)
+        case Failure.TIMEOUT:
+            return ApiError(408, message, kind="timeout_error", code="timeout")
+        case Failure.BUSY:
+            return too_busy(message, getattr(cause, "retry_after_s", None))
+        case Failure.UNAVAILABLE:
+            return unavailable(message, 30 if isinstance(cause, NoReplicaComing) else 5)
+        case Failure.ABORTED:
+            # The SDKs repeat a 500 by themselves: this one may have ended engines.
+            headers = {"x-should-retry": "false"}
+            return ApiError(
+                500, message, kind="internal_error", code="request_aborted", headers=headers
+            )
+        case Failure.INTERNAL:
+            return ApiError(500, message, kind="internal_error", code="internal_error")

@@ -33,7 +33,7 @@ class GangMember:
         max_delay_s: As the coordinator's.
         lockstep: As the coordinator's.
         timeout_s: To find the coordinator.
-        watchdog_s: Silence after which it counts as dead.
+        watchdog_s: Silence after which it counts as dead; in lockstep beyond a step's limit.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GangMember:
     ) -> None:
         self.rank = rank
         # The coordinator answers within max_delay_s of the first report, if it gets the processor.
-        self._patience_s = watchdog_s if lockstep else 4 * max_delay_s
+        self._patience_s = 4 * max_delay_s
         self._watchdog_s = watchdog_s
         self._lockstep = lockstep
         self._step = 0
@@ -99,11 +99,12 @@ class GangMember:
                 raise TransportError(frame.body.decode())
             self._early.append(frame)
 
-    def next_turn(self, batch: int) -> Turn | None:
+    def next_turn(self, batch: int, step_limit_s: float = 0.0) -> Turn | None:
         """Agree on a step of `batch` (at least 1) requests. None: no agreement, static K.
 
         Waits a few times `max_delay_s` at most; an answer that did not come by then is replaced
-        by the last one.
+        by the last one. In lockstep the other ranks are waited for: their step may take
+        `step_limit_s`, and the watchdog's time on top.
         """
         if self.fallback is not None:
             return None
@@ -112,7 +113,8 @@ class GangMember:
                 self._step += 1
                 self._connection.send(Kind.REPORT, self._step, BATCH.pack(batch), SEND_S)
                 self._is_outstanding, self._is_idle = True, False
-            turn = self._hear(self._patience_s)
+            patience_s = step_limit_s + self._watchdog_s if self._lockstep else self._patience_s
+            turn = self._hear(patience_s)
         except TransportTimeout:
             return self._guess(batch)
         except TransportError as error:
@@ -183,7 +185,7 @@ class GangMember:
         if self._silent_since is None:
             self._silent_since = now
         if self._lockstep or now - self._silent_since > self._watchdog_s:
-            self._fall_back(f"the coordinator is silent for {self._watchdog_s:g} s")
+            self._fall_back("the coordinator, or in lockstep a rank, is silent for too long")
             return None
         return Turn(max(batch, self._last_batch))
 

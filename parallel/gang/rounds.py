@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 # A wait costs a step's speed, an early close only the K of one step.
 MAX_DELAY_S = 0.005
-# A coordinator or, in lockstep, a rank that is silent for that long is taken for dead.
+# A coordinator that is silent for that long is taken for dead. In lockstep it is silent while
+# another rank's step runs, so that what such a step may take comes on top.
 WATCHDOG_S = 30.0
 SEND_S = 1.0
 BATCH = struct.Struct("<I")

@@ -25,7 +25,9 @@ from parallel.transport.tcp import TcpAddress, TcpFrameListener, TcpFrameSocket
 
 logger = logging.getLogger(__name__)
 
-_SEND_S = 10.0
+_DIAL_S = 10.0
+# As long as any step: whether a worker that takes nothing hangs is for the verifier to say.
+_SEND_S = 3600.0
 _LOOK_S = 1.0
 
 
@@ -94,7 +96,7 @@ class Relay:
             try:
                 far = TcpFrameSocket.dial(
                     TcpAddress(*address), hello.role, hello.rank, hello.generation, os.getpid(),
-                    _SEND_S,
+                    _DIAL_S,
                 )  # fmt: skip
             except TransportError:
                 near.close()
@@ -133,7 +135,7 @@ class Relay:
     def _near(self, far: FrameSocket, path: str, hello: Hello) -> FrameSocket:
         try:
             return FrameSocket.connect(
-                path, hello.role, hello.rank, hello.generation, os.getpid(), _SEND_S
+                path, hello.role, hello.rank, hello.generation, os.getpid(), _DIAL_S
             )
         except TransportError:
             far.close()

@@ -7,14 +7,13 @@ as end of file within milliseconds.
 from __future__ import annotations
 
 import select
-import shutil
 import socket
 import struct
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+from parallel.owned_dir import OwnedDir, remove_ownerless
 from parallel.transport.frames import (
     HEADER,
     MAX_BODY_BYTES,
@@ -46,23 +45,29 @@ class Hello(NamedTuple):
     pid: int
 
 
-class SocketDir:
-    """A private directory for socket files, removed by `close`.
+class SocketDir(OwnedDir):
+    """A private directory for socket files, removed by `close`; a killed process's by the next.
 
     Not under TMPDIR, which may be too long for a socket's path.
     """
 
+    PREFIX = "paceline-"
+    PARENT = "/tmp"
+
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
+        self.remove_ownerless()
+        super().__init__(self.PREFIX, self.PARENT)
+
+    @classmethod
+    def remove_ownerless(cls) -> None:
+        """Remove the directories of processes that were killed."""
+        remove_ownerless(cls.PREFIX, cls.PARENT)
 
     def socket_path(self, name: str) -> str:
         path = str(self.path / name)
         if len(path.encode()) >= MAX_PATH_BYTES:
             raise ValueError(f"socket path {path!r} is longer than {MAX_PATH_BYTES} bytes")
         return path
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class FrameSocket:

@@ -15,9 +15,10 @@ from specconfig.decisions import Decision
 from specconfig.engine import EngineConfig
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError, unknown_key
+from specconfig.explaining.deployment_rules import Bundles, check_deployments
 from specconfig.explaining.explanation import AppExplanation, Explanation, Problem
 from specconfig.explaining.schema import app_schema
-from specconfig.explaining.serve_keys import BUILDER, Finding, check_serve_keys
+from specconfig.explaining.serve_rules import BUILDER, Finding, check_file
 from specconfig.explaining.text import render
 from specconfig.explaining.yaml_lines import DuplicateKey, Lines, Path, line_of, parse
 from specconfig.facts.source import FactsSource
@@ -32,16 +33,28 @@ from specconfig.readers import check_supported
 from specconfig.resolving.kv_memory import kv_plan
 
 
-def explain_file(path: str | FilePath, facts: FactsSource | None = None) -> Explanation:
+def explain_file(
+    path: str | FilePath,
+    facts: FactsSource | None = None,
+    *,
+    bundles: Bundles | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Explanation:
     """Explain a YAML file of engine args, or a ``serve run`` file with our applications.
 
     Never raises for what is in the file: problems are part of the result.
+
+    Args:
+        bundles: The layout's bundles; without it ``deployments:`` is not held against the plan.
+        overrides: Args of every application of ours that win over the file's.
     """
     name = str(path)
     try:
         data, lines = parse(FilePath(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        return _failed(name, 1, ConfigError("file", name, "a readable file", str(error.strerror)))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        message = f"cannot read {name}: {reason}"
+        return _failed(name, 1, ConfigError("file", name, "", message=message))
     except DuplicateKey as error:
         return _failed(name, error.line, error)
     except yaml.YAMLError as error:
@@ -53,7 +66,7 @@ def explain_file(path: str | FilePath, facts: FactsSource | None = None) -> Expl
     if not isinstance(data, Mapping):
         return _failed(name, 1, ConfigError("file", data, "a mapping of settings", ""))
     if "applications" in data:
-        return _explain_serve(name, data, lines, facts)
+        return _explain_serve(name, data, lines, facts, bundles, overrides or {})
     return _explain_apps(name, [((), "engine", data)], lines, facts, [], [])
 
 
@@ -69,10 +82,16 @@ def _problem(line: int, field: str, error: ConfigError) -> Problem:
 
 
 def _explain_serve(
-    path: str, data: Mapping[str, Any], lines: Lines, facts: FactsSource | None
+    path: str,
+    data: Mapping[str, Any],
+    lines: Lines,
+    facts: FactsSource | None,
+    bundles: Bundles | None,
+    overrides: Mapping[str, Any],
 ) -> Explanation:
-    findings = check_serve_keys(data)
+    findings = check_file(data)
     ours: list[tuple[Path, str, Any]] = []
+    written: dict[str, tuple[Path, Mapping[str, Any]]] = {}
     skipped: list[str] = []
     applications = data.get("applications")
     for index, app in enumerate(applications if isinstance(applications, list) else []):
@@ -82,8 +101,24 @@ def _explain_serve(
         if app.get("import_path") != BUILDER:
             skipped.append(f"{name} ({app.get('import_path')})")
             continue
-        ours.append((("applications", index, "args"), name, app.get("args") or {}))
-    return _explain_apps(path, ours, lines, facts, findings, skipped)
+        args = app.get("args") or {}
+        if isinstance(args, Mapping):
+            ours.append((("applications", index, "args"), name, {**args, **overrides}))
+            written[name] = (("applications", index), app)
+    explanation = _explain_apps(path, ours, lines, facts, findings, skipped)
+    if bundles is None:
+        return explanation
+    misfits = [
+        found for app in explanation.apps
+        for found in check_deployments(*written[app.name], app.config, bundles)
+    ]  # fmt: skip
+    problems = (*explanation.problems, *(_problem_of(lines, found) for found in misfits))
+    return explanation.model_copy(update={"problems": problems})
+
+
+def _problem_of(lines: Lines, found: Finding) -> Problem:
+    line = line_of(lines, found.path[:-1], str(found.path[-1])) if found.path else 1
+    return _problem(line, found.error.field, found.error)
 
 
 def _explain_apps(
@@ -94,11 +129,7 @@ def _explain_apps(
     findings: Sequence[Finding],
     skipped: Sequence[str],
 ) -> Explanation:
-    problems = [
-        _problem(line_of(lines, f.path[:-1], str(f.path[-1])), f.error.field, f.error)
-        if f.path else _problem(1, f.error.field, f.error)
-        for f in findings
-    ]  # fmt: skip
+    problems = [_problem_of(lines, found) for found in findings]
     apps: list[AppExplanation] = []
     for base, name, args in ours:
         try:
@@ -240,7 +271,9 @@ Exit code 0: the file can be served; 1: it is not valid, or this version refuses
 """
 
 
-def main(argv: Sequence[str], facts: FactsSource | None = None) -> int:
+def main(
+    argv: Sequence[str], facts: FactsSource | None = None, bundles: Bundles | None = None
+) -> int:
     """Print the explanation of a file; the return value is the exit code."""
     flags = [word for word in argv if word.startswith("-")]
     files = [word for word in argv if not word.startswith("-")]
@@ -253,7 +286,7 @@ def main(argv: Sequence[str], facts: FactsSource | None = None) -> int:
     if len(files) != 1 or flags not in ([], ["--json"]):
         sys.stderr.write(_USAGE)
         return 2
-    explanation = explain_file(files[0], facts)
+    explanation = explain_file(files[0], facts, bundles=bundles)
     text = explanation.to_json() if flags else render(explanation)
     # Problems go to the same stream as explanations: with --json it is one document either way.
     sys.stdout.write(text.rstrip("\n") + "\n")

@@ -53,7 +53,14 @@ class Explanation(Frozen):
     @property
     def can_start(self) -> bool:
         """Whether this installation serves it."""
-        return self.ok and all(app.cannot_start is None for app in self.apps)
+        return not self.refusals
+
+    @property
+    def refusals(self) -> tuple[Problem, ...]:
+        """Everything that keeps this installation from serving it, in the file's order."""
+        unread = (app.cannot_start for app in self.apps)
+        found = (*self.problems, *(problem for problem in unread if problem is not None))
+        return tuple(sorted(found, key=lambda problem: problem.line))
 
     def to_json(self) -> str:
         """Everything as JSON; ``from_json`` gives an equal explanation."""

@@ -9,6 +9,7 @@ from specconfig.decisions import Decision
 from specconfig.engine import EngineConfig
 from specconfig.explaining.explanation import AppExplanation, Explanation, Problem
 from specconfig.model import ParallelConfig
+from specconfig.resolving.kv_memory import KvPlan
 
 _PATH_FIELDS = (
     "model", "speculative_config.method", "speculative_config.model",
@@ -148,14 +149,20 @@ def _drafter(config: EngineConfig) -> str:
     return f"{degree} rank(s) {where}"
 
 
+def _parts(config: EngineConfig, plan: KvPlan) -> str:
+    joined = f"{plan.target_bytes_per_token:,} + {plan.draft_bytes_per_token:,}"
+    if config.draft_placement == "dedicated":
+        return f"the larger of ({joined.replace('+', 'and')}), on devices of their own"
+    return f"({joined})"
+
+
 def _memory(app: AppExplanation) -> list[tuple[str, ...]]:
     config, plan = app.config, app.memory
     size = config.cache.block_size
     rows: list[tuple[str, ...]] = [
         ("target", f"{plan.target_bytes_per_token:,} bytes per token and rank ({plan.dtype})"),
         ("draft", f"{plan.draft_bytes_per_token:,} bytes per token on rank 0"),
-        ("block", f"{size} x ({plan.target_bytes_per_token:,} + {plan.draft_bytes_per_token:,})"
-         f" = {plan.block_bytes:,} bytes"),
+        ("block", f"{size} x {_parts(config, plan)} = {plan.block_bytes:,} bytes"),
         ("lookahead", f"{config.num_lookahead_tokens} slots per request, at most "
          f"{plan.lookahead_blocks} more block(s)"),
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,25 @@ _SCALARS = {
     12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_TOKENS = "tokenizer.ggml.tokens"
 _VERSIONS = (2, 3)
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
-class _Header:
+class Header:
     """The key-value part of a GGUF file: scalars and strings, and the lengths of arrays.
+
+    `tokens`: the vocabulary, where it is asked for.
 
     https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read here and not with the `gguf`
     package, because that builds an array for each of a vocabulary's strings: 14 s for 262,144 of
     them, in every process that resolves a configuration.
     """
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap, with_tokens: bool) -> None:
         self._data = data
+        self._with_tokens = with_tokens
+        self.tokens: list[str] = []
         self._at = 0
         self.values: dict[str, Any] = {}
         self.lengths: dict[str, int] = {}
@@ -69,7 +76,9 @@ class _Header:
             return
         kind, length = self._scalar("<I"), self._scalar("<Q")
         self.lengths[key] = length
-        if kind == _STRING:
+        if kind == _STRING and key == _TOKENS and self._with_tokens:
+            self.tokens = [self._string() for _ in range(length)]
+        elif kind == _STRING:
             for _ in range(length):
                 self._at += 8 + struct.unpack_from("<Q", self._data, self._at)[0]
         else:
@@ -84,7 +93,7 @@ class _Header:
         length = self._scalar("<Q")
         if length > len(self._data) - self._at:
             raise ValueError("it ends in the middle of a string")
-        text = self._data[self._at : self._at + length].decode()
+        text = self._data[self._at : self._at + length].decode(errors="replace")
         self._at += length
         return text
 
@@ -95,20 +104,47 @@ def _format(kind: int) -> str:
     return _SCALARS[kind]
 
 
+def read_header(path: Path, *, with_tokens: bool = False) -> Header:
+    """The header of a GGUF file.
+
+    Raises:
+        FactsUnavailable: the file is not GGUF, or is cut off.
+        FormatError: it is one part of several.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = Header(data, with_tokens)
+    except (ValueError, OSError, struct.error) as error:
+        raise FactsUnavailable(
+            "model", str(path), "a readable GGUF file", f"download it again ({error})"
+        ) from error
+    num_parts = int(header.values.get("split.count") or 1)
+    if num_parts > 1:
+        raise _one_of_several(path, int(header.values.get("split.no") or 0), num_parts)
+    return header
+
+
+def _one_of_several(path: Path, index: int, count: int) -> FormatError:
+    """What to do with part `index` (from 0) of a split file: only whole ones are read."""
+    stem = _PART.sub("", path.stem)
+    names = [f"{stem}-{part:05d}-of-{count:05d}.gguf" for part in range(1, count + 1)]
+    absent = [n for n in names if n != names[index] and not (path.parent / n).is_file()]
+    fix = f"join them: llama-gguf-split --merge {names[0]} {stem}.gguf, and serve that"
+    if absent:
+        fix = f"get the missing parts ({', '.join(absent)}), then {fix}"
+    return FormatError("split.count", count, "1: a file that holds all weights", fix,
+                       message=f"{path} is part {index + 1} of {count} of a split GGUF file, whose "
+                       f"other weights would be missing; {fix}")  # fmt: skip
+
+
 def read_gguf_facts(path: Path) -> dict[str, Any]:
     """Config dict of a GGUF file.
 
     Raises:
         FactsUnavailable: the file is not GGUF, or is cut off.
-        FormatError: an architecture we cannot map.
+        FormatError: an architecture we cannot map, or one part of several.
     """
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _Header(data)
-    except (ValueError, OSError, struct.error) as error:
-        raise FactsUnavailable(
-            "model", str(path), "a readable GGUF file", f"download it again ({error})"
-        ) from error
+    header = read_header(path)
     value = header.values.get
     name = value("general.architecture")
     if name not in _ARCHITECTURES:
@@ -132,7 +168,7 @@ def read_gguf_facts(path: Path) -> dict[str, Any]:
         if found is not None:
             facts[key] = found
     if "vocab_size" not in facts:
-        tokens = header.lengths.get("tokenizer.ggml.tokens")
+        tokens = header.lengths.get(_TOKENS)
         if tokens is not None:
             facts["vocab_size"] = tokens
     if "head_dim" not in facts and facts.get("num_attention_heads"):

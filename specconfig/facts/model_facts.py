@@ -117,6 +117,18 @@ def _ids(value: object) -> tuple[int, ...]:
     return (int(cast(int, value)),)
 
 
+def config_ends(
+    hf: Mapping[str, Any], text: Mapping[str, Any], generation: Mapping[str, Any]
+) -> dict[int, str]:
+    """Ids that end an answer as the model's own configs say, and which of them says so."""
+    found: dict[int, str] = {}
+    own = "GGUF header" if quantization_method(hf) == "gguf" else "config.json"
+    for section, name in ((generation, "generation_config.json"), (hf, own), (text, own)):
+        for index in _ids(section.get("eos_token_id")):
+            found.setdefault(index, name)
+    return found
+
+
 def _required(text: Mapping[str, Any], key: str, field: str, model: str) -> int:
     value = text.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -246,7 +258,7 @@ def model_config(
     layers = text.get("num_hidden_layers", 0)
     layer_types = text.get("layer_types") or ()
     uses_window = text.get("use_sliding_window", True)
-    eos = generation.get("eos_token_id", hf.get("eos_token_id", text.get("eos_token_id")))
+    ends = config_ends(hf, text, generation)
     bos = hf.get("bos_token_id", text.get("bos_token_id"))
     bos_ids = _ids(bos)
     architectures = hf.get("architectures") or [""]
@@ -270,7 +282,7 @@ def model_config(
         architecture=str(architectures[0]),
         model_type=str(hf.get("model_type") or ""),
         is_moe=is_moe(hf),
-        eos_token_ids=_ids(eos),
+        eos_token_ids=tuple(sorted(ends)),
         bos_token_id=bos_ids[0] if bos_ids else None,
         sliding_window=text.get("sliding_window") if uses_window else None,
         layer_types=tuple(str(kind) for kind in layer_types),

@@ -141,6 +141,33 @@ def default_facts(model: str, revision: str | None) -> Facts:
     return _read_hub(model, revision)
 
 
+class TokenizerFiles:
+    """The small files of a tokenizer: in a directory, or of a hub id (local cache first)."""
+
+    def __init__(self, location: str, revision: str | None) -> None:
+        self._location, self._revision = location, revision
+        self._folder = Path(expand(location))
+        self._is_hub = not self._folder.exists() and not location.startswith(("/", ".", "~", "$"))
+
+    def text(self, name: str) -> str:
+        """A file's text; '' where it is not there or cannot be read."""
+        path: Path | None = self._folder / name
+        try:
+            if self._is_hub:
+                path = _hub_file(self._location, name, self._revision)
+            return path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""
+        except (OSError, ValueError):  # of the hub client too: what is no id
+            return ""
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A file's object; {} where there is none."""
+        try:
+            loaded = json.loads(self.text(name) or "{}")
+        except ValueError:
+            return {}
+        return loaded if isinstance(loaded, dict) else {}
+
+
 def load_facts(source: FactsSource | None, model: str, revision: str | None, field: str) -> Facts:
     """A private, mutable copy of a model's facts; errors name ``field``."""
     read = source or default_facts

@@ -26,6 +26,8 @@ BASE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """speculators_model_type -> options it stands for."""
 
+TOKENS_KEY = "speculators_tokens"
+"""Where a converted config keeps the K that its speculator declares."""
 TYPES_WITHOUT_LAYERS = ("independent",)
 _EAGLE3_ARCHITECTURES = {
     "eagle3": {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"},
@@ -178,6 +180,16 @@ def _mtp(hf: Mapping[str, Any], out: Hf, kind: str) -> None:
     out["n_predict"] = out["num_nextn_predict_layers"]
 
 
+def _copy_tokens(hf: Mapping[str, Any], out: Hf) -> None:
+    """K of the first proposal method, where there is one."""
+    section = hf.get("speculators_config")
+    methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
+    first = methods[0] if isinstance(methods, (list, tuple)) and methods else None
+    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0:
+        out[TOKENS_KEY] = tokens
+
+
 _MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
@@ -226,8 +238,9 @@ _CONVERSIONS = {
 def convert_if_speculators(hf: Hf, model: str) -> Hf:
     """Draft config of a speculators checkpoint; any other config is returned as it is.
 
-    The caller's dict is not changed. The result carries ``speculators_method`` (what the
-    checkpoint declares) and model_type 'speculators', so it is never wrapped a second time.
+    The caller's dict is not changed. The result carries ``speculators_method`` and
+    ``speculators_tokens`` (what the checkpoint declares) and model_type 'speculators', so it is
+    never wrapped a second time.
     """
     if not is_speculators(hf):
         return hf
@@ -235,6 +248,7 @@ def convert_if_speculators(hf: Hf, model: str) -> Hf:
     if kind in TYPES_WITHOUT_LAYERS:
         out = copy.deepcopy(hf)
         out["speculators_method"] = BASE_OPTIONS[kind]["method"]
+        _copy_tokens(hf, out)
         return out
     out = layer_config(hf, model)
     validate(hf, kind)
@@ -247,6 +261,7 @@ def convert_if_speculators(hf: Hf, model: str) -> Hf:
         out["model_type"] = "speculators"
     out["speculators_model_type"] = kind
     out["speculators_method"] = BASE_OPTIONS[kind]["method"]
+    _copy_tokens(hf, out)
     for key in ("dtype", "torch_dtype"):
         if hf.get(key) is not None:
             out.setdefault(key, hf[key])

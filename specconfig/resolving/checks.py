@@ -7,11 +7,11 @@ import math
 
 from specconfig.acceptance import BUILTIN, acceptance_method, is_custom
 from specconfig.errors import ConfigError
-from specconfig.facts.tokenizer_facts import same_tokenizer
 from specconfig.method_names import CONFIG_BY_METHOD
 from specconfig.registry import load_class
 from specconfig.resolving.checkpoint_values import read_checkpoint_values
 from specconfig.resolving.synthetic import rates_from_length
+from specconfig.resolving.vocabulary import check_same_vocab
 from specconfig.speculative import SpeculativeConfig
 from specconfig.speculators.base import METHOD_OPTIONS, SpeculatorConfig
 from specconfig.speculators.resolution import Resolution
@@ -259,35 +259,7 @@ def _heterogeneous_vocab(res: Resolution, cls: type[SpeculatorConfig]) -> None:
             )
         return
     if cls.draft_has_own_vocab:
-        _same_vocab(res)
-
-
-def _same_vocab(res: Resolution) -> None:
-    draft, target = res.draft, res.require_target()
-    assert draft is not None
-    res.shared_vocab_size = min(draft.vocab_size, target.vocab_size)
-    if draft.vocab_size == target.vocab_size:
-        return
-    shared = same_tokenizer(res.facts, target, draft)
-    if shared is not None:
-        # The sizes differ only by padding rows; ids past the tokenizer are never sampled.
-        res.shared_vocab_size = min(res.shared_vocab_size, shared)
-        res.log.note(
-            f"{_P}.shared_vocab_size",
-            res.shared_vocab_size,
-            "checkpoint",
-            f"equal tokenizers; vocab_size {target.vocab_size} and {draft.vocab_size} differ by "
-            "padding rows only",
-        )
-        return
-    raise ConfigError(
-        f"{_P}.model",
-        draft.model,
-        f"a draft whose vocab_size equals the target's {target.vocab_size}",
-        "use a draft of the same tokenizer family, or set use_heterogeneous_vocab: true",
-        message=f"target vocab_size {target.vocab_size} and draft vocab_size {draft.vocab_size} "
-        "differ",
-    )
+        check_same_vocab(res)
 
 
 def _adaptive(res: Resolution, cls: type[SpeculatorConfig]) -> None:

@@ -11,8 +11,16 @@ from specconfig.decisions import DecisionLog
 from specconfig.engine import EngineConfig
 from specconfig.engine_fields import EngineFields, merge_flags
 from specconfig.errors import ConfigError
-from specconfig.facts.model_facts import HfTransform, apply_transform, merge_overrides, model_config
-from specconfig.facts.source import FactsSource, expand, load_facts
+from specconfig.facts.end_tokens import tokenizer_ends
+from specconfig.facts.model_facts import (
+    HfTransform,
+    apply_transform,
+    config_ends,
+    full_text,
+    merge_overrides,
+    model_config,
+)
+from specconfig.facts.source import GENERATION_KEY, FactsSource, expand, load_facts
 from specconfig.facts.splits import check_experts, check_heads
 from specconfig.model import (
     CacheConfig,
@@ -21,6 +29,7 @@ from specconfig.model import (
     RuntimeConfig,
     SchedulerConfig,
 )
+from specconfig.resolving.bits import note_batch_invariance
 from specconfig.resolving.budgets import check_budgets
 from specconfig.resolving.served_speculator import serve_speculators_model
 from specconfig.resolving.speculation import resolve_speculation
@@ -40,7 +49,7 @@ def resolve_engine(args: EngineFields, facts: FactsSource | None = None) -> Engi
         tokenizer, revision = _locate(args.tokenizer or model), args.revision
         given = merge_flags(args)
     transform = args.hf_overrides if callable(args.hf_overrides) else None
-    target = _target(args, hf, model, tokenizer, revision, log)
+    target = _target(args, hf, model, tokenizer, revision, facts, log)
     parallel = _parallel(args, target)
     speculative = None
     if given is not None:
@@ -73,6 +82,7 @@ def resolve_engine(args: EngineFields, facts: FactsSource | None = None) -> Engi
             batch_invariant=args.batch_invariant,
             compile_layers=args.compile_layers,
             num_threads=args.num_threads,
+            step_timeout_s=args.step_timeout_s,
             seed=args.seed,
             target_gpu_fraction=args.target_gpu_fraction,
             draft_gpu_fraction=args.draft_gpu_fraction,
@@ -81,6 +91,8 @@ def resolve_engine(args: EngineFields, facts: FactsSource | None = None) -> Engi
         ),
         speculative=speculative,
     )
+    given_bits = "batch_invariant" in args.model_fields_set
+    note_batch_invariance(config, log, "given" if given_bits else "default")
     check_budgets(config, log)
     return config.model_copy(
         update={"decisions": tuple(log.decisions), "warnings": tuple(log.warnings)}
@@ -106,6 +118,7 @@ def _target(
     model: str,
     tokenizer: str,
     revision: str | None,
+    facts: FactsSource | None,
     log: DecisionLog,
 ) -> ModelConfig:
     overrides: dict[str, Any] | None = None
@@ -130,9 +143,25 @@ def _target(
         max_model_len=args.max_model_len,
         hf_overrides=overrides,
     )
+    target = _with_ends(target, hf, facts, log)
     if args.max_model_len is None:
         log.note("max_model_len", target.max_model_len, "checkpoint", "length the model declares")
     return target
+
+
+def _with_ends(
+    target: ModelConfig, hf: Mapping[str, Any], facts: FactsSource | None, log: DecisionLog
+) -> ModelConfig:
+    """The target with all ids that end an answer, its configs' and its tokenizer's."""
+    ends = config_ends(hf, full_text(hf), hf.get(GENERATION_KEY) or {})
+    for index, why in tokenizer_ends(facts, target.tokenizer, target.tokenizer_revision).items():
+        if index < target.vocab_size:
+            ends.setdefault(index, why)
+    ids = tuple(sorted(ends))
+    if ids:
+        told = "; ".join(f"{index}: {ends[index]}" for index in ids)
+        log.note("eos_token_ids", ids, "checkpoint", told)
+    return target.model_copy(update={"eos_token_ids": ids})
 
 
 def _dtype(args: EngineFields) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from specconfig.engine import EngineConfig
+from specconfig.kv_sizes import kv_block_bytes
 from specconfig.model import Frozen, ModelConfig
 
 
@@ -14,7 +15,10 @@ class KvPlan(Frozen):
     dtype: str = Field(description="dtype assumed for the target's KV.")
     target_bytes_per_token: int = Field(description="Target KV of one token on one rank, bytes.")
     draft_bytes_per_token: int = Field(description="Draft KV of one token on rank 0, bytes.")
-    block_bytes: int = Field(description="One KV block with its draft part, bytes.")
+    block_bytes: int = Field(
+        description="One KV block where it costs most: with its draft part, but for a dedicated "
+        "draft, bytes."
+    )
     num_blocks: int | None = Field(description="Blocks in kv_cache_memory_bytes; None = unset.")
     num_tokens: int | None = Field(description="Tokens those blocks hold.")
     num_full_sequences: float | None = Field(description="Sequences of max_model_len they hold.")
@@ -42,7 +46,8 @@ def kv_plan(config: EngineConfig) -> KvPlan:
             config.draft_kv_bytes_per_token, draft_model, draft_parallel.tensor_parallel_size
         )
     size = config.cache.block_size
-    block = size * (target + draft)
+    is_apart = config.draft_placement == "dedicated"
+    block = kv_block_bytes(size, target, draft, is_apart=is_apart)
     budget = config.cache.kv_cache_memory_bytes
     blocks = None if budget is None or block == 0 else budget // block
     tokens = None if blocks is None else blocks * size

@@ -16,7 +16,7 @@ from specconfig.facts.model_facts import (
 from specconfig.facts.source import load_facts
 from specconfig.facts.splits import check_experts, check_heads
 from specconfig.formats.mtp_families import rewrite
-from specconfig.formats.speculators import convert_if_speculators
+from specconfig.formats.speculators import TOKENS_KEY, convert_if_speculators
 from specconfig.model import ModelConfig, ParallelConfig, text_section
 from specconfig.speculators.resolution import Resolution
 
@@ -131,7 +131,12 @@ def resolve_num_tokens(res: Resolution, hooks: DraftHooks, hf: dict[str, Any]) -
     """K from the user, else from the checkpoint; both must fit together."""
     wanted = res.values["num_speculative_tokens"]
     declared, origin = hooks.checkpoint_tokens(hf)
-    if wanted is not None:
+    proposed = hf.get(TOKENS_KEY)
+    if wanted is None and proposed is not None:
+        wanted = res.values["num_speculative_tokens"] = int(proposed)
+        source = "proposal_methods[0].speculative_tokens"
+        res.log.note(f"{_PREFIX}.num_speculative_tokens", wanted, "checkpoint", source)
+    elif wanted is not None:
         limit = f"checkpoint declares {declared}" if declared else "checkpoint sets no limit"
         res.log.note_given(f"{_PREFIX}.num_speculative_tokens", wanted, limit)
     else:

@@ -191,3 +191,32 @@ def test_a_model_that_cannot_load_is_named_and_leaves_nothing(tmp_path: Path) ->
     with pytest.raises(LoadError, match=r"no \*\.safetensors"):
         Replica.start(config(broken, None))
     wait_until(lambda: ray.available_resources().get("GPU") == 4)
+
+
+def test_a_process_that_hangs_is_found_within_the_limit_of_a_step(
+    tiny_pair: tuple[Path, Path],
+) -> None:
+    """A stopped draft costs speed and is replaced; a stopped target ends the replica, whole."""
+    target, _ = tiny_pair
+    replica = Replica.start(config(target, {"model": str(target)}, step_timeout_s=3.0))
+    pids = actor_pids(replica)
+
+    def stop(role: str) -> Callable[[int], None]:
+        return lambda runs: os.kill(pids[role], signal.SIGSTOP) if runs == 3 else None
+
+    try:
+        plain = ask(replica.engine, "plain", speculation_enabled=False, max_tokens=120).ids
+        hurt = ask(replica.engine, "hurt", stop("draft"), max_tokens=120)
+        assert hurt.ids == plain and hurt.last.error is None
+        wait_until(lambda: replica.describe()["num_draft_rebuilds"] == 1)
+        healed = ask(replica.engine, "healed", max_tokens=120)
+        assert healed.ids == plain and healed.last.speculation.num_draft_tokens > 0
+        wait_until(lambda: gone(pids["draft"]))
+        pids = actor_pids(replica)
+        with pytest.raises(RequestLost, match=r"StepTimeout.*step_timeout_s"):
+            ask(replica.engine, "doomed", stop("target"), max_tokens=200)
+        assert not replica.engine.status().is_healthy
+    finally:
+        replica.stop()
+    wait_until(lambda: all(gone(pid) for pid in pids.values()))
+    wait_until(lambda: ray.available_resources().get("GPU") == 4)

@@ -19,6 +19,7 @@ from actors.startup.in_process import build_in_process
 from actors.startup.launch import Replica
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
+from tests.sampling_fields import check_every_field
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("fake_gpu_ray")]
 
@@ -125,6 +126,7 @@ def test_a_draft_split_like_the_target_and_a_lost_rank_ends_the_step_for_all(
     spec = {"method": "draft_model", "model": str(tiny_pair[1])}
     with running(config(tiny_pair[0], 2, spec)) as replica:
         check(replica, expected, {"target": 2, "draft": 2})
+        check_every_field(replica.engine, 4)
         pids = {f["rank"]: f["pid"] for f in replica.describe()["actors"] if f["role"] == "target"}
 
         async def interrupted() -> tuple[float, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import socket
 import subprocess
@@ -52,16 +53,52 @@ def test_chat_without_a_server() -> None:
     assert "no server" in fails("chat", "--url", f"http://127.0.0.1:{free_port()}")
 
 
+def is_ownerless(folder: Path) -> bool:
+    with (folder / "owner").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def left_behind() -> list[Path]:
+    """Folders of ours whose process is gone: other servers may run on this machine."""
+    return [
+        folder for kind in ("pl-*", "paceline-*") for folder in Path("/tmp").glob(kind)
+        if (folder / "owner").exists() and is_ownerless(folder)
+    ]  # fmt: skip
+
+
 @pytest.mark.ray
-def test_an_interrupt_ends_the_server_and_leaves_nothing(app: App) -> None:
+def test_an_interrupt_while_ray_starts_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    file = write_serve_file(tmp_path, tiny_model, free_port())
+    process = paceline("serve", str(file), stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "Starting Ray\n"
+    # Until Ray has a child process: the start is under way.
+    while not (started := psutil.Process(process.pid).children(recursive=True)):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, ""), out
+    assert "Stopping" in out
+    _, alive = psutil.wait_procs(started, timeout=5)
+    assert not alive
+    assert not left_behind()
+
+
+@pytest.mark.ray
+def test_a_service_managers_stop_ends_the_server_and_leaves_nothing(app: App) -> None:
     """The last test of the folder: it ends the server of the others."""
     assert app.said[-1].startswith(f"Ready: {app.url}")
     started = psutil.Process(app.process.pid).children(recursive=True)
     assert len(started) > 3
-    app.process.send_signal(signal.SIGINT)
+    app.process.send_signal(signal.SIGTERM)
     out, _ = app.process.communicate(timeout=60)
     errors = app.errors.read_text()
     assert app.process.returncode == 0, out + errors
-    assert "Traceback" not in errors and "raylet" not in errors
+    assert "Traceback" not in errors and "raylet" not in errors and "SIG" not in errors
     _, alive = psutil.wait_procs(started, timeout=5)
     assert not alive
+    assert not left_behind()

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from deploy.api_keys import ApiKeys
 from deploy.facts import ServedModel
+from deploy.front import Front
 from deploy.openai.ingress import create_app
 from deploy.openai.service import OpenAIService, ServiceOptions
 from deploy.recovery import RecoveryPolicy
@@ -43,12 +45,18 @@ def connect(engine: ScriptedEngine, text: TextProcessor) -> Connect:
     """An HTTP client of the application over the scripted engine, no network, no Ray."""
 
     def make(
-        options: ServiceOptions | None = None, api_keys: tuple[str, ...] = ()
+        options: ServiceOptions | None = None,
+        request_timeout_s: float | None = None,
+        api_keys: tuple[str, ...] = (),
+        allowed_origins: tuple[str, ...] = (),
+        prefix: str = "",
     ) -> httpx.AsyncClient:
-        service = OpenAIService(engine, text, SERVED, options or ServiceOptions(recovery=FAST))
+        front = Front(engine, text, SERVED, FAST, request_timeout_s)
+        app = create_app(OpenAIService(front, options), ApiKeys(api_keys), allowed_origins)
         return httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=create_app(service, api_keys)),
-            base_url="http://test",
+            # As Serve does behind a route prefix: the path keeps it.
+            transport=httpx.ASGITransport(app, root_path=prefix),
+            base_url=f"http://test{prefix}",
         )
 
     return make

@@ -37,6 +37,8 @@ class ScriptedEngine:
         self.error: str | None = None
         self.delay_s = 0.0
         self.most_at_once = 0
+        # Set once requests that were taken may begin; None: at once.
+        self.free_seat: asyncio.Event | None = None
         self.health: list[ReplicaReport] = [ReplicaReport("a", "", {})]
         self.prompt_len: int | None = None
         self.served: dict[str, Any] = {
@@ -60,6 +62,10 @@ class ScriptedEngine:
         drafts = accepted_total = 0
         self.most_at_once = max(self.most_at_once, len(self.requests) - len(self.closed))
         try:
+            if num_runs != 0:  # else it refuses the request
+                yield RunOutput.acknowledgment(request.request_id, len(request.prompt_token_ids))
+            if self.free_seat is not None:
+                await self.free_seat.wait()
             for run, at in enumerate(range(0, len(ids), self.run_length)):
                 if failure is not None and run == num_runs:
                     raise failure

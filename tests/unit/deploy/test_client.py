@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.errors import EngineDead, EngineError, InvalidRequest, QueueFull, RequestError
@@ -66,7 +67,7 @@ def test_every_field_reaches_the_engine_by_every_way(client: Client, engine: Any
     client.generate([1, 2, 3], **fields)
     taken = dataclasses.asdict(engine.requests[-1])
     assert list(taken.pop("prompt_token_ids")) == [1, 2, 3]
-    del taken["request_id"]
+    del taken["request_id"], taken["num_prior_output_tokens"]
     assert taken == fields
 
 
@@ -170,6 +171,37 @@ def test_what_cannot_be_answered_is_an_error(client: Client, engine: ScriptedEng
     engine.error = "its own trouble"
     with pytest.raises(RequestAborted, match="its own trouble"):
         client.generate("hi")
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": [1, 2.5]}, "prompt"),
+        ({"prompt": "\ud83d"}, "prompt"),
+        ({"messages": [5]}, r"messages\[0\]"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, r"content"),
+        ({"prompt": "hi", "stop": ["\ud83d"]}, "stop"),
+        ({"prompt": "hi", "top_k": 10**20}, "top_k"),
+        ({"prompt": "hi", "seed": 2**80}, "seed"),
+        ({"prompt": "hi", "cache_salt": 5}, "cache_salt"),
+    ],
+)
+def test_what_no_engine_takes_is_named_by_every_way(
+    client: Client, engine: ScriptedEngine, given: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        if "messages" in given:
+            client.chat(**given)
+        else:
+            client.generate(**given)
+    assert not engine.requests
+
+
+def test_an_array_is_a_prompt(client: Client, engine: ScriptedEngine) -> None:
+    client.generate(np.array([1, 2, 3]), max_tokens=2)
+    assert list(engine.requests[0].prompt_token_ids) == [1, 2, 3]
+    assert {type(token) for token in engine.requests[0].prompt_token_ids} == {int}
 
 
 def test_what_cannot_be_reached_is_said_at_once() -> None:

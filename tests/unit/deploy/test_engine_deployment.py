@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from actors.errors import EngineDead
 from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats
 from actors.verifier.engine import EngineStatus
-from deploy.app import api_keys
-from deploy.engine import STALE_STEP_S, Engine
+from deploy.api_keys import ApiKeys
+from deploy.engine import Engine
+from deploy.failures import Unauthenticated
 from deploy.metrics import METRICS
 from specconfig.app_args import AppArgs
+from specconfig.errors import ConfigError
 from tests.tiny import write_tiny_config
 
 
@@ -54,6 +55,7 @@ class FakeEngine:
             num_cached_blocks=1,
             num_referenced_blocks=3,
             seconds_since_step=self.since,
+            step_limit_s=20.0,
             stats=self.counters.snapshot(),
         )
 
@@ -105,8 +107,13 @@ def test_a_stale_and_a_broken_engine_are_unhealthy(
     deployment: Engine, replica: FakeReplica
 ) -> None:
     asyncio.run(deployment.check_health())
-    replica.engine.since = STALE_STEP_S + 1
-    with pytest.raises(EngineDead, match="no step was completed"):
+    replica.engine.since = 9.0
+    assert asyncio.run(deployment.report()).reason == ""
+    replica.engine.since = 11.0  # half of what the step may take: said, and not yet the end
+    assert "for 11 s, with work waiting" in asyncio.run(deployment.report()).reason
+    asyncio.run(deployment.check_health())
+    replica.engine.since = 41.0
+    with pytest.raises(EngineDead, match="no step was completed for 41 s"):
         asyncio.run(deployment.check_health())
     replica.engine.since, replica.engine.healthy = 0.0, False
     with pytest.raises(EngineDead, match="rank 0"):
@@ -114,17 +121,38 @@ def test_a_stale_and_a_broken_engine_are_unhealthy(
     assert "rank 0" in asyncio.run(deployment.report()).reason
 
 
-def test_runtime_knobs_reach_the_engine_and_wrong_ones_are_refused(
-    deployment: Engine, replica: FakeReplica
+TYPOS = [{"speculation_enable": False}, {"max_speculative_tokens": 5}]
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_first_start_is_refused_for_knobs_that_cannot_work(
+    deployment: Engine, replica: FakeReplica, typo: dict[str, Any]
 ) -> None:
+    with pytest.raises(ConfigError, match=next(iter(typo))):
+        deployment.reconfigure(typo)
+    assert replica.engine.knobs == []
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_running_engine_keeps_its_knobs_for_wrong_ones_and_says_why(
+    deployment: Engine, replica: FakeReplica, typo: dict[str, Any]
+) -> None:
+    def told() -> tuple[Any, Any]:
+        report = asyncio.run(deployment.report())
+        assert report.reason == ""
+        facts = asyncio.run(deployment.describe())["user_config"]
+        assert facts["max_speculative_tokens"] == deployment._knobs.max_speculative_tokens
+        return report.stats["user_config_refused"], facts["refused"]
+
     deployment.reconfigure({"speculation_enabled": False})
     deployment.reconfigure({"max_speculative_tokens": 2})
+    assert told() == (False, None)
+    deployment.reconfigure(typo)
+    assert replica.engine.knobs == [(False, 4), (True, 2)]
+    is_refused, why = told()
+    assert is_refused and next(iter(typo)) in why
     deployment.reconfigure(None)
-    assert replica.engine.knobs == [(False, 4), (True, 2), (True, 4)]
-    with pytest.raises(ValidationError, match="speculation_enable"):
-        deployment.reconfigure({"speculation_enable": False})
-    with pytest.raises(ValueError, match="max_speculative_tokens=5"):
-        deployment.reconfigure({"max_speculative_tokens": 5})
+    assert replica.engine.knobs[-1] == (True, 4) and told() == (False, None)
 
 
 def test_leaving_a_stream_closes_it_at_once(deployment: Engine, replica: FakeReplica) -> None:
@@ -171,9 +199,14 @@ def test_the_end_stops_the_replica(deployment: Engine, replica: FakeReplica) -> 
 
 
 def test_api_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert api_keys(None) == ()
+    assert not ApiKeys.from_environment(None)
     monkeypatch.setenv("KEYS", " one, two ,")
-    assert api_keys("KEYS") == ("one", "two")
+    keys = ApiKeys.from_environment("KEYS")
+    keys.check("Bearer one")
+    keys.check("bearer  two ")
+    for wrong in ("", "Bearer", "Bearer three", "Basic one", "one", "Bearer one,two"):
+        with pytest.raises(Unauthenticated):
+            keys.check(wrong)
     monkeypatch.setenv("KEYS", "")
     with pytest.raises(ValueError, match="KEYS"):
-        api_keys("KEYS")
+        ApiKeys.from_environment("KEYS")

@@ -33,8 +33,8 @@ from deploy.grpc.status import CODES
 from deploy.text import Conversation, Message, Text
 
 ROOT = Path(__file__).parents[3]
-# Of a request's fields, those that are no way to sample.
-APART = {"request_id", "prompt_token_ids"}
+# Of a request's fields, those that no caller sets to sample; the last is of recovery.
+APART = {"request_id", "prompt_token_ids", "num_prior_output_tokens"}
 EVERY = GenerateRequest(
     "r", (), 7, 2, 0.5, 40, 0.9, 0.1, -3, ("a", "é"), (5, 6), True, True, False, 3, False, 2, "s"
 )

@@ -24,9 +24,11 @@ def snapshot(num_drafts: int) -> dict:
         "num_waiting": 0,
         "kv_blocks": {"free": 5, "cached": 1, "used": 2},
         "seconds_since_step": 0.0,
+        "step_limit_s": 10.0,
         "draft_lost": False,
         "speculation_enabled": True,
         "is_lossless": True,
+        "user_config_refused": False,
     }
 
 

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import io
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from deploy import demo, local, serve_file
+from deploy import before_start, demo, serve_file
 from deploy.errors import UserError
 from deploy.terminal import Marker, Streamed
 
@@ -53,30 +51,7 @@ def test_a_taken_port_is_one_line() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"port {port} .*--port {port + 1}"):
-            local.check_port("127.0.0.1", port)
-
-
-def test_only_what_the_private_ray_started_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    monkeypatch.setenv("PYTHONPATH", "")
-    begun: list[subprocess.Popen] = []
-    ended: list[int] = []
-
-    def begin(**_: object) -> None:
-        begun.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
-
-    monkeypatch.setattr(ray, "init", begin)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(local, "_end", lambda processes: ended.extend(p.pid for p in processes))
-    begin()
-    try:
-        with local.ray_cluster(None, lambda line: None):
-            pass
-        assert ended == [begun[1].pid]
-    finally:
-        for process in begun:
-            process.communicate(b"\n")
+            before_start.check_port("127.0.0.1", port)
 
 
 def test_too_little_memory_is_said_before_anything_starts(

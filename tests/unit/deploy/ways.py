@@ -17,7 +17,7 @@ from deploy.client.routes import Route
 from deploy.grpc import add_to_server
 from deploy.grpc.service import CallFailed, GrpcService, Rpcs
 from deploy.openai.ingress import create_app
-from deploy.openai.service import OpenAIService, ServiceOptions
+from deploy.openai.service import OpenAIService
 from tests.unit.deploy.fakes import ScriptedEngine
 
 Opening = Callable[[], Awaitable[Route]]
@@ -73,13 +73,11 @@ def opening(way: str, engine: ScriptedEngine, keys: tuple[str, ...] = ()) -> Ope
         add_to_server(ServedRpcs(service), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        return Served(
-            GrpcRoute(f"grpc://127.0.0.1:{port}", None, 5.0), lambda: server.stop(None)
-        )
+        return Served(GrpcRoute(f"grpc://127.0.0.1:{port}", None, 5.0), lambda: server.stop(None))
 
     async def over_http() -> Route:
         front = await front_over(engine, 1.0)
-        app = create_app(OpenAIService(engine, front.text, front.served, ServiceOptions()), keys)
+        app = create_app(OpenAIService(front), ApiKeys(keys))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
         serving = asyncio.ensure_future(server.serve())
         while not server.started:

@@ -17,6 +17,7 @@ from actors.requests import FinishReason, RunOutput
 from actors.sampling.uniforms import Stream, uniforms
 from actors.steps.client import InProcessStepClient
 from actors.steps.messages import INVALID_SAMPLE, RowMasks, Stat, token_array
+from actors.steps.patience import StepPatience
 from actors.verifier.engine import VerifierEngine
 from tests.unit.engine import fakes
 from tests.unit.engine.test_text import BYTES
@@ -40,7 +41,7 @@ class Engines:
         elif guess is not None:
             drafter = fakes.FakeLookup(guess)
         client = InProcessStepClient(target, host)
-        engine = VerifierEngine(limits, client, tokenizer, drafter, step_timeout_s=10)
+        engine = VerifierEngine(limits, client, tokenizer, drafter, patience=StepPatience(10.0))
         engine.target, engine.host, engine.drafter = target, host, drafter
         self.made.append(engine)
         return engine
@@ -439,6 +440,62 @@ def test_draft_catches_up_when_speculation_is_switched_on_in_the_middle(engines)
     tokens = [t for out in seen for t in out.token_ids]
     assert tokens == fakes.plain(SCRIPT, PROMPT, 100, eos=())
     assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 20
+
+
+OFF = {
+    "by the request": ({"num_speculative_tokens": 0}, (True, None)),
+    "by the request's switch": ({"speculation_enabled": False}, (True, None)),
+    "by the server": ({}, (True, 0)),
+    "by the server's switch": ({}, (False, None)),
+}
+
+
+@pytest.mark.parametrize("off", OFF)
+def test_a_draft_model_that_is_switched_off_does_not_run(engines, off):
+    changes, (enabled, cap) = OFF[off]
+    engine = engines(3, fakes.perfect(SCRIPT), own_kv=True)
+    prompt = [(5 * i) % 40 for i in range(30)]
+    expected = fakes.plain(SCRIPT, prompt, 40)
+    engine.set_speculation(enabled, cap)
+    first = one(engine, prompt, max_tokens=40, **changes)
+    second = one(engine, [*prompt, *expected], max_tokens=20, **changes)
+    assert engine.host.num_forwards == 0 and first.token_ids == expected
+    # Its blocks are found by its like, the output's too.
+    assert second.last.num_cached_tokens == (len(prompt) + len(expected) - 1) // 4 * 4
+    # Who drafts finds none of them, for the draft's part is missing, and leaves whole ones, which
+    # everybody finds.
+    engine.set_speculation(True)
+    drafting = one(engine, prompt, max_tokens=40)
+    assert drafting.token_ids == expected and drafting.last.num_cached_tokens == 0
+    stats = drafting.last.speculation
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    fed = engine.host.num_fed
+    engine.set_speculation(enabled, cap)
+    other = [*prompt[:-1], 49]
+    off_again = one(engine, other, max_tokens=5, **changes)
+    assert off_again.last.num_cached_tokens == 28 and engine.host.num_fed == fed
+
+
+def test_a_draft_model_is_fed_now_and_then_while_the_batch_allows_no_drafts(engines):
+    """All requests in the same step, so that its forwards are few however many requests run."""
+    table = {1: 3}
+    engine = engines(
+        3,
+        fakes.perfect(SCRIPT),
+        own_kv=True,
+        num_speculative_tokens_for_batch=lambda n: table.get(n, 0),
+    )
+    prompts = [[i + 1] * (5 + i) for i in range(6)]
+    requests = [fakes.request(str(i), p, max_tokens=80, ignore_eos=True)
+                for i, p in enumerate(prompts)]  # fmt: skip
+    requests[0] = replace(requests[0], max_tokens=110)
+    for got, params in zip(fakes.run_all(engine, requests), requests, strict=True):
+        assert got.token_ids == fakes.plain(SCRIPT, params.prompt_token_ids, params.max_tokens, ())
+    alone = engine.stats.num_drafts
+    assert 0 < alone <= 10, "the longest request ends alone, and drafts"
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 0
+    assert engine.host.num_forwards - alone <= 12, "prefills, and one in 32 of 80 steps"
+    assert engine.stats.num_steps > 80
 
 
 def test_losing_and_restoring_the_draft_model(engines):
@@ -1019,3 +1076,19 @@ def test_masks_of_two_phase_steps_hold_for_every_row(engines):
     engine.stop()
     assert len(got.token_ids) == 30 and all(token % 2 == 0 for token in got.token_ids)
     assert max(asked) == 4 and got.last.speculation.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "values", [{"top_k": 10**20}, {"min_tokens": 2**70}, {"cache_salt": "\ud800"}]
+)
+def test_what_cannot_be_planned_ends_its_own_request_only(engines, monkeypatch, values):
+    """Values that admission should have refused, as if a rule for them were missing."""
+    engine = engines(3, fakes.mixed(SCRIPT))
+    monkeypatch.setattr("actors.verifier.admission.check_sampling", lambda *_: None)
+    innocent = fakes.Collected()
+    engine.add_request(fakes.request("innocent", PROMPT, max_tokens=40), innocent)
+    with pytest.raises((OverflowError, UnicodeEncodeError)):
+        engine.add_request(fakes.request("bad", PROMPT, **values), fakes.Collected())
+    after = one(engine, max_tokens=40)
+    wait_idle(engine)
+    assert innocent.token_ids == after.token_ids == fakes.plain(SCRIPT, PROMPT, 40)

@@ -1,15 +1,13 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.errors import LoadError
 from actors.kvcache.block_pool import BlockPool
 from actors.kvcache.block_table import BlockTables
 from actors.kvcache.prefix_index import chain_hash, extend_hashes, root_hash
-from actors.kvcache.sizing import KVLayers, size_kv_cache
 from actors.steps.messages import token_array
 
 
@@ -189,33 +187,3 @@ class TablesMachine(RuleBasedStateMachine):
 
 TestTables = TablesMachine.TestCase
 TestTables.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-MODELS = (KVLayers("target", ((30, 3, 64),), 4), KVLayers("draft", ((10, 3, 64),), 4))
-
-
-def test_sizing_prints_its_arithmetic():
-    per_token = 2 * 40 * 3 * 64 * 4
-    sizing = size_kv_cache(100 * 16 * per_token + 5, 16, MODELS, 512)
-    assert sizing.num_blocks == 100
-    assert sizing.total_bytes == 100 * 16 * per_token
-    text = "\n".join(sizing.lines)
-    assert "30 layers" in text and "10 layers" in text and "100 blocks" in text
-
-
-@given(st.integers(1, 600), st.integers(1, 32), st.integers(0, 2**24))
-def test_what_sizing_accepts_holds_one_full_request(max_model_len, block_size, budget):
-    try:
-        sizing = size_kv_cache(budget, block_size, MODELS[1:], max_model_len)
-    except LoadError as error:
-        assert "max_model_len" in str(error) and "raise" in str(error)
-        return
-    assert sizing.total_bytes <= budget
-    tables = BlockTables(sizing.num_blocks, block_size, max_model_len, True)
-    assert tables.reserve(tables.open(), 0, max_model_len, 100)
-
-
-def test_too_small_a_budget_says_what_to_change():
-    with pytest.raises(LoadError, match=r"max_model_len 512 needs 32 blocks \+ 1") as caught:
-        size_kv_cache(2**20, 16, MODELS, 512)
-    assert "lower max_model_len to at most" in str(caught.value)

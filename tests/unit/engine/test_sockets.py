@@ -25,6 +25,7 @@ from actors.steps.messages import (
     TargetEntry,
     token_array,
 )
+from actors.steps.patience import StepPatience
 from actors.steps.protocols import Proposal, Verified
 from actors.steps.serve import serve_draft, serve_target
 from actors.steps.target_step import TargetStep
@@ -119,6 +120,19 @@ def test_deadlines_and_end_of_file(sockets):
         ours.recv(0.1)
 
 
+def test_a_frame_cut_by_the_deadline_ends_the_connection(sockets):
+    """What follows half a body would be taken for the rest of it."""
+    ours, theirs, _ = pair(sockets)
+    with pytest.raises(TransportTimeout):  # nobody reads: some of its packets fit, not all
+        theirs.send(1, 1, b"x" * 5_000_000, 0.05)
+    assert not theirs.is_open
+    with pytest.raises(ConnectionLost):
+        theirs.send(1, 2, b"", 0.05)
+    with pytest.raises(ConnectionLost):
+        ours.recv(1.0)
+    ours.close()
+
+
 def test_foreign_and_broken_packets_are_refused():
     with pytest.raises(TransportError, match="magic"):
         FrameAssembler().feed(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -160,7 +174,7 @@ def worker_main(role: str, verifier_path: str, link_path: str, trouble: str) -> 
         # Listening before the verifier hears of this process, so before anyone drafts.
         link = FrameListener(link_path, 0)
         verifier = FrameSocket.connect(verifier_path, role, 0, 0, os.getpid(), 10.0)
-        drafts = ConnectedDrafts(link, step_timeout_s=1.0 if trouble == "draft_hangs" else 20.0)
+        drafts = ConnectedDrafts(link)
         target = fakes.ScriptedTarget(lims, script)
         if trouble == "target_raises":
             target.fail_at = 5
@@ -265,7 +279,8 @@ def test_steps_over_sockets_equal_plain_decoding(start):
 @pytest.mark.parametrize("trouble", ["killed", "draft_raises", "draft_hangs"])
 def test_a_lost_draft_costs_speed_only_and_its_successor_is_told_from_leftovers(start, trouble):
     group = start(trouble)
-    engine = VerifierEngine(limits(), group.client)
+    patience = StepPatience(2.0 if trouble == "draft_hangs" else None)
+    engine = VerifierEngine(limits(), group.client, patience=patience)
     prompt = [1, 2, 3]
     if trouble == "killed":
         fakes.run_all(engine, [fakes.request("first", prompt)])
@@ -320,7 +335,7 @@ def test_a_killed_target_ends_requests_quickly(start):
 )
 def test_a_failing_target_ends_requests(start, trouble, error):
     group = start(trouble)
-    engine = VerifierEngine(limits(), group.client, step_timeout_s=1.0)
+    engine = VerifierEngine(limits(), group.client, patience=StepPatience(1.0))
     (got,) = fakes.run_all(engine, [fakes.request("a", [1, 2, 3], max_tokens=60)])
     assert error in got.last.error and got.last.finish_reason == "abort"
     assert not engine.status().is_healthy

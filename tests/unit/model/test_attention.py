@@ -23,23 +23,23 @@ HEAD_DIM, BLOCK = 32, 16
 class Scene:
     """Random q, k, v of one long sequence, written to scattered blocks."""
 
-    def __init__(self, length: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, length: int, heads: int, kv_heads: int, block: int = BLOCK) -> None:
         generator = torch.Generator().manual_seed(3)
 
         def rand(n: int) -> torch.Tensor:
             return torch.randn(1, n, length, HEAD_DIM, generator=generator)
 
         self.q, self.k, self.v = rand(heads), rand(kv_heads), rand(kv_heads)
-        num_blocks = -(-length // BLOCK)
+        num_blocks = -(-length // block)
         self.table = (torch.randperm(num_blocks, generator=generator) + 1).int()[None].contiguous()
         self.cache = PagedCache(
-            num_blocks + 1, kv_heads, HEAD_DIM, BLOCK, torch.float32, torch.device("cpu")
+            num_blocks + 1, kv_heads, HEAD_DIM, block, torch.float32, torch.device("cpu")
         )
         # What an earlier owner left must not matter, not even infinities.
         self.cache.keys.fill_(float("inf"))
         self.cache.values.fill_(float("nan"))
         position = torch.arange(length)
-        self.slots = self.table[0, position // BLOCK].long() * BLOCK + position % BLOCK
+        self.slots = self.table[0, position // block].long() * block + position % block
 
     def attend(
         self,
@@ -74,6 +74,16 @@ def test_rows_do_not_depend_on_the_call(heads: int, kv_heads: int, window: int) 
                 assert torch.equal(scene.attend(begin, end, window), whole[begin:end])
         finally:
             torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 12, 24, 48])
+def test_rows_of_any_block_size_do_not_depend_on_the_call(block: int) -> None:
+    scene = Scene(560, 4, 2, block)
+    assert native_kernels(scene.cache.keys) is not None
+    for window in (0, 40):
+        whole = scene.attend(0, 560, window)
+        for begin, end in ((0, 1), (3, 8), (254, 259), (511, 516), (530, 560)):
+            assert torch.equal(scene.attend(begin, end, window), whole[begin:end])
 
 
 def test_rows_with_sinks_do_not_depend_on_the_call() -> None:
@@ -122,6 +132,7 @@ def dense(
     softcap=st.sampled_from([0.0, 3.0]),
     causal=st.booleans(),
     has_sinks=st.booleans(),
+    block=st.sampled_from([1, 4, 12, 16, 48]),
     seed=st.integers(0, 1000),
 )
 def test_kernel_and_torch_path_against_dense_attention(
@@ -131,6 +142,7 @@ def test_kernel_and_torch_path_against_dense_attention(
     softcap: float,
     causal: bool,
     has_sinks: bool,
+    block: int,
     seed: int,
 ) -> None:
     """Context goes in through `write_kv`, the new rows through the op; alone or in company a row's
@@ -139,7 +151,7 @@ def test_kernel_and_torch_path_against_dense_attention(
     num_heads, kv_heads = heads
     lens = [context + rows for context, rows in requests]
     rows = [r for _, r in requests]
-    width = -(-max(lens) // BLOCK)
+    width = -(-max(lens) // block)
     order = torch.randperm(len(lens) * width, generator=made) + 1
     table = order.reshape(len(lens), width).int().contiguous()
     sinks = torch.randn(num_heads, generator=made) if has_sinks else None
@@ -153,7 +165,7 @@ def test_kernel_and_torch_path_against_dense_attention(
 
     def where(r: int, begin: int, end: int) -> np.ndarray:
         at = np.arange(begin, end)
-        return table[r].numpy()[at // BLOCK].astype(np.int64) * BLOCK + at % BLOCK
+        return table[r].numpy()[at // block].astype(np.int64) * block + at % block
 
     def batch(wanted: list[int]) -> tuple[AttentionBatch, list[torch.Tensor]]:
         """The new rows of some of the requests, and a padding row."""
@@ -176,7 +188,7 @@ def test_kernel_and_torch_path_against_dense_attention(
 
     def run(wanted: list[int], *, with_torch: bool) -> list[torch.Tensor]:
         kv = PagedKV([layer.geometry], torch.float32, CPU)
-        kv.allocate(1 + order.numel(), BLOCK)
+        kv.allocate(1 + order.numel(), block)
         cache = kv.caches[0]
         if not with_torch:  # what an earlier owner left must not matter, not even infinities
             cache.keys.fill_(float("inf"))
@@ -189,7 +201,7 @@ def test_kernel_and_torch_path_against_dense_attention(
             layer.write(keys[r][None, :, :context], values[r][None, :, :context], context_batch)
         sent, (q, k, v) = batch(wanted)
         if with_torch:
-            plan = GatherPlan(sent.host, BLOCK, CPU)
+            plan = GatherPlan(sent.host, block, CPU)
             args = (q, k, v, cache.keys, cache.values, plan, HEAD_DIM**-0.5)
             out = paged_attention_torch(*args, softcap, window, causal, sinks)
         else:
@@ -247,6 +259,12 @@ def test_without_a_compiler_the_torch_path_serves(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(scene.attend(0, 40), exact, atol=2e-6, rtol=1e-5)
     finally:
         build.load_kernels.cache_clear()
+
+
+def test_heads_that_are_not_whole_vectors_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    build.load_kernels.cache_clear()
+    assert build.load_kernels(20, BLOCK) is None
+    assert "head_dim 20 is no multiple of 8" in caplog.text
 
 
 def test_a_broken_compiler_is_reported_not_fatal(

@@ -102,13 +102,18 @@ def test_against_transformers_and_bitwise(family_dir: Callable[..., Path], name:
     assert same(mixed[20:25], whole[85:])
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_block_size_changes_nothing_visible(
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 12, 16, 24, 32, 48])
+def test_block_size_and_chunks_change_nothing_visible(
     family_dir: Callable[..., Path], block_size: int
 ) -> None:
     path, ids = family_dir("llama"), prompt(70)
-    logits = Runner(path, block_size=block_size).rows((0, 0, ids))
+    runner = Runner(path, block_size=block_size)
+    assert runner.lm.is_batch_invariant
+    logits = runner.rows((0, 0, ids))
     torch.testing.assert_close(logits, Runner(path).rows((0, 0, ids)), atol=1e-5, rtol=1e-5)
+    for chunk in (1, 4, 33):
+        parts = [(1, at, ids[at : at + chunk]) for at in range(0, len(ids), chunk)]
+        assert torch.equal(torch.cat([runner.rows(part) for part in parts]), logits)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])

@@ -52,7 +52,7 @@ class Ranks:
         # The server imports once what each rank would import in seconds, and forks the ranks.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["actors.draft.actor", "actors.target.actor"])
-        self._host = GroupHost()
+        self._host = GroupHost("127.0.0.1")
         self._generation = 0
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
@@ -95,7 +95,7 @@ class Ranks:
 
     def meeting(self, role: str, size: int) -> Rendezvous:
         self._generation += 1
-        return Rendezvous("127.0.0.1", self._host.port, role, size, self._generation)
+        return Rendezvous("127.0.0.1", self._host.port, role, size, self._generation, "k")
 
     def close(self) -> None:
         for process in self._processes:

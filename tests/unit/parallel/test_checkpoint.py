@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.errors import LoadError
@@ -119,16 +121,81 @@ class TwoRanks(SingleRank):
         self.size = 2
 
 
-def test_a_missing_weight_is_named(family_dir: Callable[..., Path], tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+FAULTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
+    "missing": (
+        lambda w: {k: v for k, v in w.items() if k != "model.layers.1.mlp.up_proj.weight"},
+        r"the checkpoint misses model\.layers\.1\.mlp\.up_proj\.weight \(the checkpoint is incom",
+    ),
+    "empty layers": (
+        lambda w: {k: v for k, v in w.items() if "layers" not in k},
+        r"misses 27 tensors: model\.layers\.0\.input_layernorm\.weight, .* and 19 more",
+    ),
+    "no head": (
+        lambda w: {k: v for k, v in w.items() if "lm_head" not in k},
+        r"misses lm_head\.weight \(if the head is the embedding, set tie_word_embeddings",
+    ),
+    "unexpected": (
+        lambda w: {**w, "model.layers.3.mlp.up_proj.weight": torch.zeros(2)},
+        r"has, unexpectedly, model\.layers\.3\.mlp\.up_proj\.weight",
+    ),
+    "shape": (
+        lambda w: {**w, "model.norm.weight": torch.zeros(63)},
+        r"has model\.norm\.weight \[63\] where \[64\] was expected",
+    ),
+    "prefix": (
+        lambda w: {f"module.{k}": v for k, v in w.items()},
+        r"misses 30 tensors: .*has, unexpectedly, 30 tensors: .*names begin with 'module\.', which",
+    ),
+}
 
-    path = family_dir("llama")
-    weights = load_file(path / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    with pytest.raises(LoadError, match=r"the checkpoint has no model\.layers\.1\.mlp\.up_proj"):
+
+def rewritten(
+    source: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> str:
+    to.mkdir(exist_ok=True)
+    save_file(change(load_file(source / "model.safetensors")), to / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    (to / "config.json").write_text((source / "config.json").read_text())
+    return str(to)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_weights_that_are_not_the_models_are_listed(
+    family_dir: Callable[..., Path], tmp_path: Path, fault: str, num_ranks: int
+) -> None:
+    change, message = FAULTS[fault]
+    path = rewritten(family_dir("llama"), tmp_path / "model", change)
+    group = TwoRanks() if num_ranks == 2 else None
+    with pytest.raises(LoadError, match=message):
+        load_causal_lm(path, dtype=torch.float32, device=CPU, group=group)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_model_does_without_is_no_fault(
+    family_dir: Callable[..., Path], tmp_path: Path, num_ranks: int
+) -> None:
+    """A tied head, buffers of old checkpoints, and modules that predict further tokens."""
+    group = TwoRanks() if num_ranks == 2 else None
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    source = family_dir("qwen2", tie_word_embeddings=True, num_nextn_predict_layers=1)
+    extra |= {name: torch.zeros(64) for name in ("model.layers.3.enorm.weight", "mtp.fc.weight")}
+    path = rewritten(source, tmp_path / "model", lambda w: {**w, **extra})
+    assert "lm_head.weight" not in load_file(source / "model.safetensors")
+    load_causal_lm(path, dtype=torch.float32, device=CPU, group=group)
+
+
+def test_files_that_the_index_names_must_be_there(
+    family_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    rewritten(family_dir("llama"), tmp_path, lambda weights: weights)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(LoadError, match=r"not there: model-00002-of-00002\.safetensors; download"):
         load_causal_lm(str(tmp_path), dtype=torch.float32, device=CPU, group=TwoRanks())
+
+
+def test_a_gguf_file_is_not_split(tmp_path: Path) -> None:
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
     with pytest.raises(LoadError, match="a GGUF file is read whole"):

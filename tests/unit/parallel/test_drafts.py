@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ def send(connection: FrameSocket, step_plan: StepPlan, share: int, num_shares: i
 def test_connections_of_each_generation_are_kept_apart(
     link: FrameListener, num_shares: int
 ) -> None:
-    source = ConnectedDrafts(link, num_shares, connect_timeout_s=5.0, step_timeout_s=0.5)
+    source = ConnectedDrafts(link, num_shares)
     asks = [2, 1, 0, 3]
     step = 0
     leftovers = []
@@ -263,7 +264,7 @@ def test_connections_of_each_generation_are_kept_apart(
         own[-1].close()
         step += 1
         for _ in range(2):
-            proposal, lost = source.propose(plan(step, asks, generation))
+            proposal, lost = source.propose(replace(plan(step, asks, generation), limit_s=1.0))
             assert proposal is None and lost is not None and f"step {step}" in lost
     assert source.propose(plan(step + 1, [])) == (None, None), "nothing is asked of anyone"
     source.close()
@@ -319,7 +320,7 @@ def test_laws_of_a_draft_process_reach_the_target_bit_for_bit_until_it_is_killed
         verifier, _ = gate.accept(60.0)
         q = QColumns((0, VOCAB), 1, CPU)
         taker = Taker()
-        step = TargetStep(taker, ConnectedDrafts(link, 1, q.open, 30.0, 30.0))
+        step = TargetStep(taker, ConnectedDrafts(link, 1, q.open))
         for number, asks in enumerate([[2, 0, 3], [1, 2], [4] * 8, [1]]):
             now = plan(number, asks)
             verifier.send(FrameKind.PLAN, number, now.pack(), 5.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -77,10 +79,31 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_does_not_come() -> None:
-    host = GroupHost()
-    meeting = Rendezvous("127.0.0.1", host.port, "draft", 2, 3)
+    host = GroupHost("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1", host.port, "draft", 2, 3, "k")
     with pytest.raises(GroupError, match=r"draft group 3, rank 0: not all of 2 ranks met"):
         RankGroup(meeting, 0, CPU, timeout_s=1.0, store=host.store)
+
+
+def test_a_stranger_who_knows_port_and_role_takes_no_part() -> None:
+    host = GroupHost("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1", host.port, "draft", 2, 3, "secret of this meeting")
+
+    def intrude() -> None:
+        with pytest.raises(GroupError, match="not all of 2 ranks met"):
+            RankGroup(meeting._replace(key="a guess"), 1, CPU, timeout_s=1.0)
+
+    stranger = threading.Thread(target=intrude)
+    stranger.start()
+    with pytest.raises(GroupError, match="not all of 2 ranks met"):
+        RankGroup(meeting, 0, CPU, timeout_s=1.0, store=host.store)
+    stranger.join(20)
+
+
+def test_the_meeting_place_listens_at_its_own_address_only() -> None:
+    host = GroupHost("127.0.0.1")
+    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+    assert [c.laddr.ip for c in listening if c.laddr.port == host.port] == ["127.0.0.1"]
 
 
 def test_single_rank_says_nothing() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from specconfig.engine import EngineConfig
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
 from specconfig.explaining.explain import explain_file
@@ -256,6 +257,48 @@ def test_other_tokens_of_the_same_number_are() -> None:
     models = {"t/104": llama(vocab_size=104), "d/112": tiny(vocab_size=112)}
     source = TokenizerFacts(models, {"t/104": {"a": 0}, "d/112": {"b": 0}})
     assert "differ" in message({"model": "d/112", "K": 3}, model="t/104", source=source)
+
+
+def test_equal_size_is_no_proof() -> None:
+    """Of a draft of another family, and of one that has another name for an added token."""
+    vocab = {f"t{i}": i for i in range(300)}
+    models = {"t/300": llama(vocab_size=300), "d/300": tiny(vocab_size=300)}
+
+    def resolve(draft: dict[str, int] | None) -> EngineConfig:
+        source = TokenizerFacts(models, {"t/300": vocab} | ({"d/300": draft} if draft else {}))
+        return engine({"model": "d/300", "K": 3}, model="t/300", source=source)
+
+    def reasons(config: EngineConfig) -> str:
+        return "".join(d.reason for d in config.decisions if "shared_vocab_size" in d.field)
+
+    same = resolve(dict(vocab))
+    assert reasons(same) == "equal tokenizers" and not same.warnings
+    assert "cannot be read here" in reasons(resolve(None))
+    near = {token: index for token, index in vocab.items() if index < 298} | {
+        "<a>": 298,
+        "<b>": 299,
+    }
+    (warning,) = resolve(near).warnings
+    assert "2 of 300 token ids mean something else to draft 'd/300'" in warning
+    assert "298 is 't298' and '<a>', 299 is" in warning
+    with pytest.raises(ConfigError, match="300 of 300 token ids") as raised:
+        resolve({f"u{i}": i for i in range(300)})
+    assert raised.value.field == "speculative_config.model" and "same tokenizer" in raised.value.fix
+
+
+def test_a_gguf_vocabulary_is_compared_too(tmp_path: Path) -> None:
+    from tests.unit.specconfig.test_end_tokens import write_gguf
+
+    target = write_gguf(tmp_path / "t.gguf")
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    hf = tiny(vocab_size=100, max_position_embeddings=512)
+    (draft / "config.json").write_text(json.dumps(hf))
+    (draft / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {f"word {n}": n for n in range(100)}}})
+    )
+    with pytest.raises(ConfigError, match="100 of 100 token ids"):
+        EngineArgs(model=str(target), spec_model=str(draft), spec_tokens=2).resolve()
 
 
 def test_local_tokenizers_are_compared(tmp_path: Path) -> None:

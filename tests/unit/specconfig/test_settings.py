@@ -175,3 +175,19 @@ def test_hub_files_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     config = EngineArgs(model="nobody-has-this/model", revision="r").resolve()
     assert (config.model.vocab_size, config.model.revision) == (32000, "r")
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "reason"),
+    [
+        ({"device": "cpu"}, True, "a C compiler gives it for most models; the start tests it"),
+        ({}, True, "depends on the device"),
+        ({"device": "cuda"}, False, "not on GPUs"),
+        ({"device": "cpu", "dtype": "bfloat16"}, False, "not in bfloat16"),
+        ({"device": "cpu", "hf_overrides": {"head_dim": 20}}, False, "not with head_dim 20"),
+        ({"device": "cpu", "block_size": 12}, True, "the start tests it"),
+    ],
+)
+def test_what_is_known_of_equal_bits(given: dict[str, Any], value: bool, reason: str) -> None:
+    (found,) = (d for d in engine(None, **given).decisions if d.field == "batch_invariant")
+    assert found.value is value and reason in found.reason

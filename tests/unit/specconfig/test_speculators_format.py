@@ -307,6 +307,25 @@ def test_independent_speculator_is_a_draft_model() -> None:
     assert (config.speculative.method, config.num_speculative_tokens) == ("draft_model", 4)
 
 
+@pytest.mark.parametrize(
+    ("model", "method", "tokens"),
+    [("sp/eagle3", "eagle3", 5), ("sp/peagle", "eagle3", 5), ("sp/dflash", "dflash", 5)],
+)
+def test_k_is_the_speculators_wherever_it_is_given(model: str, method: str, tokens: int) -> None:
+    config = engine({"model": model}, model="meta/verifier")
+    assert (config.speculative.method, config.num_speculative_tokens) == (method, tokens)
+    (said,) = (d for d in config.decisions if d.field.endswith(".num_speculative_tokens"))
+    assert (said.source, said.reason) == ("checkpoint", "proposal_methods[0].speculative_tokens")
+    assert engine({"model": model, "K": 2}, model="meta/verifier").num_speculative_tokens == 2
+
+
+@pytest.mark.parametrize("tokens", [None, 0, True, "5"])
+def test_k_that_a_speculator_does_not_say_must_be_given(tokens: object) -> None:
+    source = with_models({"sp/none": speculator("eagle3", tokens=tokens)})
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be provided"):
+        engine({"model": "sp/none"}, model="meta/verifier", source=source)
+
+
 def test_mtp_and_eagle_speculators() -> None:
     mtp = speculator("mtp", tokens=1, num_nextn_predict_layers=1)
     mtp["transformer_layer_config"]["model_type"] = "qwen3"
