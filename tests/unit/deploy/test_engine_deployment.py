@@ -15,7 +15,7 @@ from actors.errors import EngineDead
 from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats
 from actors.verifier.engine import EngineStatus
-from deploy.app import api_keys
+from deploy.app import api_keys, build
 from deploy.engine import Engine
 from deploy.metrics import METRICS
 from specconfig.app_args import AppArgs
@@ -204,3 +204,8 @@ def test_api_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KEYS", "")
     with pytest.raises(ValueError, match="KEYS"):
         api_keys("KEYS")
+
+
+def test_a_redeploy_keeps_an_ingress_until_its_successor_is_ready(args: AppArgs) -> None:
+    ingress = build(args)._bound_deployment
+    assert ingress.name == "Ingress" and ingress._deployment_config.max_surge_percent == 100
