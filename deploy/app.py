@@ -85,6 +85,8 @@ def build(args: AppArgs) -> Application:
         num_replicas=args.num_ingress_replicas,
         max_ongoing_requests=2 * args.ingress_max_ongoing_requests + _INGRESS_HEADROOM,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
+        # A redeploy keeps one until its successor is ready, or nobody would answer /health.
+        max_surge_percent=100,
         graceful_shutdown_timeout_s=DRAIN_S,
         graceful_shutdown_wait_loop_s=0.5,
     )(serve.ingress()(Ingress))

@@ -24,7 +24,12 @@ class AppArgs(EngineArgs):
         description="Engine replicas behind the router, a multiple of data_parallel_size; "
         "None = data_parallel_size.",
     )
-    num_ingress_replicas: int = Field(default=1, ge=1, description="HTTP/gRPC front replicas.")
+    num_ingress_replicas: int = Field(
+        default=1,
+        ge=1,
+        description="HTTP/gRPC front replicas; while a single one restarts after a crash, for "
+        "seconds, nobody answers, /health included.",
+    )
     max_ongoing_requests: int | None = Field(
         default=None,
         ge=1,

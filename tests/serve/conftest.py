@@ -29,10 +29,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def write_serve_file(folder: Path, model: Path, port: int) -> Path:
+def write_serve_file(folder: Path, model: Path, port: int, grpc_port: int) -> Path:
+    functions = ["deploy.grpc.add_to_server"]
     config = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
+        "grpc_options": {"port": grpc_port, "grpc_servicer_functions": functions},
         "applications": [
             {
                 "name": "paceline",
@@ -71,6 +73,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class App:
     process: subprocess.Popen[str]
     url: str
+    grpc_port: int
     said: list[str]
     errors: Path
 
@@ -110,10 +113,15 @@ def paceline(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 @pytest.fixture(scope="package")
 def app(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     folder = tmp_path_factory.mktemp("serve")
-    port = free_port()
+    port, grpc_port = free_port(), free_port()
     # Port 1 of the file cannot be used: the command line's wins. A home of its own: Ray keeps its
     # token there.
-    arguments = ("serve", str(write_serve_file(folder, tiny_model, 1)), "--port", str(port))
+    arguments = (
+        "serve",
+        str(write_serve_file(folder, tiny_model, 1, grpc_port)),
+        "--port",
+        str(port),
+    )
     errors = folder / "stderr"
     with errors.open("w") as stderr:
         # Somebody's package, as if installed, in every process of the server.
@@ -129,7 +137,7 @@ def app(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 break
         else:
             raise AssertionError(f"not ready: {said} {errors.read_text()}")
-        yield App(process, f"http://127.0.0.1:{port}", said, errors)
+        yield App(process, f"http://127.0.0.1:{port}", grpc_port, said, errors)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

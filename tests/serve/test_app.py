@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +11,19 @@ from pathlib import Path
 from threading import Event, Timer
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 
+from deploy.client import Client
+from deploy.grpc import paceline_pb2 as pb
+from deploy.grpc import paceline_pb2_grpc
 from specconfig import acceptance, registry
 from tests.serve.conftest import PLUGIN, App
 
@@ -222,20 +232,90 @@ def test_methods_from_outside_the_package_are_served(
         serve.delete("toy")
 
 
-def test_the_handle_client_gives_the_answers_of_http(app: App, connected: None) -> None:
-    from deploy.client import Client
+@pytest.mark.parametrize("speculates", [True, False])
+def test_every_way_in_gives_the_same_answer(app: App, connected: None, speculates: bool) -> None:
+    """The openai client, curl, a generated stub, and our client over its three ways."""
+    fields = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    beyond = {
+        "ignore_eos": True, "return_token_ids": True, "speculation": {"enabled": speculates},
+    }  # fmt: skip
+    by_openai = app.openai().completions.create(
+        model="tiny", prompt="abcabcabc", max_tokens=24, temperature=0.8, seed=3, extra_body=beyond
+    )
+    choice = by_openai.choices[0]
+    expected = (choice.text, tuple(choice.model_extra["token_ids"]))
+    assert (by_openai.usage.model_extra["speculation"]["num_drafts"] > 0) == speculates
 
-    client = Client("paceline")
-    whole = client.generate("abcabcabc", max_tokens=16, temperature=0, ignore_eos=True)
-    over_http = complete(app, return_token_ids=True).json()["choices"][0]
-    assert list(whole.token_ids) == over_http["token_ids"]
-    assert whole.text == over_http["text"]
-    assert whole.num_output_tokens == 16
-    runs = client.stream(messages=MESSAGES, max_tokens=400, ignore_eos=True)
-    next(runs)
-    runs.close()
-    assert wait_until(lambda: is_idle(app), 5)
-    client.close()
+    body = {"prompt": "abcabcabc", **fields, **beyond}
+    curl = subprocess.run(
+        ["curl", "-sS", f"{app.url}/v1/completions", "-H", "Content-Type: application/json",
+         "-d", json.dumps(body)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    by_curl = json.loads(curl.stdout)["choices"][0]
+    assert (by_curl["text"], tuple(by_curl["token_ids"])) == expected
+
+    sampling = pb.Sampling(**fields, speculation_enabled=speculates)
+    with grpc.insecure_channel(f"127.0.0.1:{app.grpc_port}") as channel:
+        stub = paceline_pb2_grpc.PacelineStub(channel)
+        asked = pb.GenerateRequest(text="abcabcabc", model="tiny", sampling=sampling)
+        by_stub, call = stub.Generate.with_call(asked)
+        parts = list(stub.GenerateStream(asked))
+    assert (by_stub.text, tuple(by_stub.token_ids)) == expected
+    assert "".join(part.text for part in parts) == expected[0]
+    trailer = dict(call.trailing_metadata())
+    assert trailer["paceline-finish-reason"] == "length" and trailer["request_id"]
+    assert (float(trailer["paceline-acceptance-length"]) > 1) == speculates
+
+    for target in ("paceline", app.url, f"grpc://127.0.0.1:{app.grpc_port}"):
+        with Client(target) as client:
+            whole = client.generate("abcabcabc", **fields, speculation_enabled=speculates)
+            assert (whole.text, whole.token_ids) == expected, target
+            assert (whole.speculation.num_drafts > 0) == speculates
+            chat = client.chat(MESSAGES, **fields)
+            assert len(chat.token_ids) == 24
+            batch = client.generate_batch(["abcabcabc"] * 3, **fields, progress=False)
+            assert [run.token_ids for run in batch] == [expected[1]] * 3
+            with client.stream("abc", max_tokens=400, ignore_eos=True) as runs:
+                next(runs)
+            assert wait_until(lambda: is_idle(app), 5), f"{target}: leaving frees the KV"
+
+
+def test_grpc_says_what_is_wrong_and_ends_with_its_deadline(app: App) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{app.grpc_port}") as channel:
+        stub = paceline_pb2_grpc.PacelineStub(channel)
+        (model,) = stub.ListModels(pb.ListModelsRequest()).models
+        assert (model.id, model.num_speculative_tokens) == ("tiny", 4)
+        info = stub.GetServerInfo(pb.GetServerInfoRequest()).info
+        assert info["served"]["name"] == "tiny" and info["lossless"] is True
+        health = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert health.Check(health_pb2.HealthCheckRequest()).status == serving
+        assert next(health.Watch(health_pb2.HealthCheckRequest())).status == serving
+
+        hot = pb.GenerateRequest(text="a", sampling=pb.Sampling(temperature=-1))
+        other = pb.GenerateRequest(text="a", model="another")
+        for call in (stub.Generate, lambda request: list(stub.GenerateStream(request))):
+            for request, code, words in (
+                (hot, grpc.StatusCode.INVALID_ARGUMENT, "'temperature' is -1.0"),
+                (other, grpc.StatusCode.NOT_FOUND, "another"),
+                (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "'text' or 'token_ids'"),
+            ):
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(request)
+                assert caught.value.code() == code and words in caught.value.details()
+
+        long = pb.GenerateRequest(text="abc", sampling=pb.Sampling(max_tokens=450, ignore_eos=True))
+        for call in (stub.Generate, lambda request, timeout: list(stub.GenerateStream(
+            request, timeout=timeout
+        ))):  # fmt: skip
+            with pytest.raises(grpc.RpcError) as caught:
+                call(long, timeout=0.2)
+            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert wait_until(lambda: is_idle(app), 5)
+
+        reflected = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert {"paceline.v1.Paceline", "grpc.health.v1.Health"} <= set(reflected)
 
 
 def test_runtime_knobs_change_speculation_at_once(app: App, connected: None) -> None:

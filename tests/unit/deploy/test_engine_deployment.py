@@ -16,6 +16,7 @@ from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats
 from actors.verifier.engine import EngineStatus
 from deploy.api_keys import ApiKeys
+from deploy.app import build
 from deploy.engine import Engine
 from deploy.failures import Unauthenticated
 from deploy.metrics import METRICS
@@ -210,3 +211,8 @@ def test_api_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KEYS", "")
     with pytest.raises(ValueError, match="KEYS"):
         ApiKeys.from_environment("KEYS")
+
+
+def test_a_redeploy_keeps_an_ingress_until_its_successor_is_ready(args: AppArgs) -> None:
+    ingress = build(args)._bound_deployment
+    assert ingress.name == "Ingress" and ingress._deployment_config.max_surge_percent == 100
