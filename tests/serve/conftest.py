@@ -29,12 +29,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def write_serve_file(folder: Path, model: Path, port: int, grpc_port: int) -> Path:
-    functions = ["deploy.grpc.add_to_server"]
-    config = {
+def write_serve_file(folder: Path, model: Path, port: int, grpc_port: int | None = None) -> Path:
+    config: dict[str, Any] = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
-        "grpc_options": {"port": grpc_port, "grpc_servicer_functions": functions},
         "applications": [
             {
                 "name": "paceline",
@@ -59,6 +57,9 @@ def write_serve_file(folder: Path, model: Path, port: int, grpc_port: int) -> Pa
             }
         ],
     }
+    if grpc_port is not None:
+        functions = ["deploy.grpc.add_to_server"]
+        config["grpc_options"] = {"port": grpc_port, "grpc_servicer_functions": functions}
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
