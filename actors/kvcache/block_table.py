@@ -68,11 +68,9 @@ class BlockTables:
         self._tables.add(table)
         return table
 
-    def match(
-        self, hashes: Sequence[BlockHash], others: Sequence[BlockHash] | None = None
-    ) -> list[int]:
-        """Blocks that hold the longest published prefix; not retained yet. See `PrefixIndex`."""
-        return self.index.match(hashes, others) if self.index is not None else []
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Blocks that hold the longest published prefix; not retained yet."""
+        return self.index.match(hashes) if self.index is not None else []
 
     def attach(self, table: BlockTable, block_ids: list[int]) -> None:
         """Start an empty table with blocks found by `match`."""

@@ -15,13 +15,9 @@ BlockHash = bytes
 _DIGEST_BYTES = 16
 
 
-def root_hash(salt: str | None = None, *, target_only: bool = False) -> BlockHash:
-    """Parent of a sequence's first block. Sequences with different salts never share blocks.
-
-    `target_only`: of blocks in which the drafter's part may be missing.
-    """
-    person = b"paceline-target" if target_only else b"paceline"
-    return blake2b((salt or "").encode(), digest_size=_DIGEST_BYTES, person=person).digest()
+def root_hash(salt: str | None = None) -> BlockHash:
+    """Parent of a sequence's first block. Sequences with different salts never share blocks."""
+    return blake2b((salt or "").encode(), digest_size=_DIGEST_BYTES, person=b"paceline").digest()
 
 
 def chain_hash(parent: BlockHash, token_ids: Int32Array) -> BlockHash:
@@ -34,16 +30,14 @@ def extend_hashes(
     token_ids: Int32Array,
     block_size: int,
     lookahead: int = 0,
-    root: BlockHash | None = None,
+    salt: str | None = None,
 ) -> None:
     """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet.
-
-    `root`: the first block's parent; None: that of sequences without a salt.
 
     With `lookahead` a block's hash also covers that many tokens after the block, and is made once
     they are known: for drafters whose KV in the block depends on them.
     """
-    parent = hashes[-1] if hashes else (root or root_hash())
+    parent = hashes[-1] if hashes else root_hash(salt)
     for i in range(len(hashes), max(len(token_ids) - lookahead, 0) // block_size):
         parent = chain_hash(parent, token_ids[i * block_size : (i + 1) * block_size + lookahead])
         hashes.append(parent)
@@ -71,15 +65,12 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def match(
-        self, hashes: Sequence[BlockHash], others: Sequence[BlockHash] | None = None
-    ) -> list[int]:
-        """Block ids of the longest published prefix of `hashes`, in which each block may also be
-        published by the name that it has in `others`."""
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Block ids of the longest published prefix of `hashes`."""
         blocks: list[int] = []
         number = 0
-        for block_hash, other in zip(hashes, others or hashes, strict=False):
-            block = self._block_of.get(block_hash, self._block_of.get(other))
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
             if block is None or (self._is_linked and self._before[block] != number):
                 break
             blocks.append(block)

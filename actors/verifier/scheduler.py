@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
 from actors.kvcache.block_table import BlockTables
-from actors.kvcache.prefix_index import extend_hashes, root_hash
+from actors.kvcache.prefix_index import extend_hashes
 from actors.stats import EngineStats
 from actors.steps.messages import (
     BlockDelta,
@@ -26,9 +25,6 @@ from actors.steps.messages import (
 )
 from actors.verifier.limits import EngineLimits
 from actors.verifier.request import NO_DRAFTS, Request, RequestStatus
-
-# While the batch allows no drafts, a drafter of its own KV may lag so many tokens behind.
-_MAX_LAG: Final = 32
 
 
 @dataclass(slots=True)
@@ -91,8 +87,6 @@ class Scheduler:
         # Of the data-parallel ranks together: the largest batch of the next step; None when they
         # do not agree and all use the static K.
         self.group_batch: int | None = 0
-        # Of the step being planned: a drafter with KV of its own is fed what it lacks.
-        self._catches_up = True
         # Whether a drafter computes in the steps. False from its loss until it is rebuilt.
         self.has_drafter = self._law.arrives_in_step
         self.draft_generation = 0
@@ -168,25 +162,15 @@ class Scheduler:
         One less than what may still be emitted (the end of the context is part of that): the
         extra token is always there.
         """
-        if not self._may_draft(request):
-            return 0
         p = request.params
+        if not (self._law.proposes and p.speculation_enabled and self.speculation_enabled):
+            return 0
         k = min(num_for_batch, request.rules.max_tokens - request.num_output_tokens - 1)
         if p.num_speculative_tokens is not None:
             k = min(k, p.num_speculative_tokens)
         if self.max_speculative_tokens is not None:
             k = min(k, self.max_speculative_tokens)
         return max(k, 0)
-
-    def _may_draft(self, request: Request) -> bool:
-        """Whether drafts of this request are allowed at all, in some step or other."""
-        return (
-            self._law.proposes
-            and self.speculation_enabled
-            and self.max_speculative_tokens != 0
-            and request.params.speculation_enabled
-            and request.params.num_speculative_tokens != 0
-        )
 
     def next_batch(self) -> int:
         """As many requests as the next step will probably run."""
@@ -212,7 +196,6 @@ class Scheduler:
             return None
         budget = _Budget(self._limits.max_num_batched_tokens, self._limits.max_num_batched_tokens)
         num_for_batch = self.num_drafts_for_batch()
-        self._catches_up = num_for_batch > 0 or self._lags()
         scheduled: list[ScheduledRequest] = []
         num_preempted = 0
         i = 0
@@ -304,7 +287,7 @@ class Scheduler:
         wanted = law.feed_end(part.num_known)
         if law.reads_target_states:
             end = min(part.end, wanted)
-        elif self._may_draft(request) and (not is_decoding or self._catches_up):
+        elif k > 0 or not is_decoding or self._keeps_draft_whole(request):
             end = min(part.end, wanted, request.draft_len + max(budget.draft, 0))
         else:
             end = request.draft_len
@@ -313,19 +296,11 @@ class Scheduler:
         num_rows = max(end - request.draft_len, 0) + law.num_extra_rows
         return k if end >= wanted and num_rows <= budget.draft else 0
 
-    def _lags(self) -> bool:
-        """Whether a drafter that the batch leaves without work has to be fed all the same.
-
-        Drafts come back when the batch is smaller: to feed it in every step until then would cost
-        its forward each time, never to feed it a pause when they come back. So it is fed now and
-        then, all requests in the same step. One whose drafts are switched off is not fed at all.
-        """
-        if not self._keeps_drafter_kv or self._law.reads_target_states:
-            return False
-        return any(
-            request.num_tokens - request.draft_len > _MAX_LAG and self._may_draft(request)
-            for request in self.running
-        )
+    def _keeps_draft_whole(self, request: Request) -> bool:
+        """Feed the drafter in a step with K = 0? Yes if the step alone asked for K = 0. Where
+        speculation is off for long, one batched catch-up later is cheaper than a draft forward
+        a step."""
+        return request.params.speculation_enabled and self.speculation_enabled
 
     def _admit(
         self, scheduled: list[ScheduledRequest], admissions: list[SlotParams], budget: _Budget
@@ -334,7 +309,7 @@ class Scheduler:
         self._admission_blocked = False
         while self.waiting and len(self.running) < limits.max_num_seqs and budget.target > 0:
             request = self.waiting[0]
-            hit, num_whole = self._find_prefix(request)
+            hit = self._find_prefix(request)
             num_hit = len(hit) * limits.block_size
             pending = request.num_tokens - num_hit
             # Without chunking a prefill waits for a step with room for all of it. One that can
@@ -355,7 +330,7 @@ class Scheduler:
             request.table = tables.open()
             tables.attach(request.table, hit)
             request.num_computed_tokens = num_hit
-            request.draft_len = num_whole * limits.block_size if self._keeps_drafter_kv else 0
+            request.draft_len = num_hit if self._keeps_drafter_kv else 0
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_hit
                 self._stats.num_prompt_tokens += request.prompt_len
@@ -372,11 +347,11 @@ class Scheduler:
     def _keeps_drafter_kv(self) -> bool:
         return self._law.keeps_kv and self.has_drafter
 
-    def _find_prefix(self, request: Request) -> tuple[list[int], int]:
-        """Cached blocks of the request's known tokens, and how many of them have the drafter's
-        part too. The last token is always recomputed: its logits are needed."""
+    def _find_prefix(self, request: Request) -> list[int]:
+        """Cached blocks of the request's known tokens; the last token is always recomputed, its
+        logits are needed."""
         if not self._limits.enable_prefix_caching:
-            return [], 0
+            return []
         block_size = self._limits.block_size
         self._hash_blocks(request)
         num_usable = (request.num_tokens - 1) // block_size
@@ -385,29 +360,16 @@ class Scheduler:
             # What the drafter kept at the end depends on tokens that may differ here.
             num_dropped = -(-self._law.num_next_tokens // block_size)
             del hit[max(len(hit) - num_dropped, 0) :]
-        num_whole = len(hit)
-        if self._is_plain(request):
-            hashes = request.block_hashes[:num_usable]
-            hit = self.tables.match(hashes, request.target_hashes[:num_usable])
-        return hit, num_whole
-
-    def _is_plain(self, request: Request) -> bool:
-        """Whether the request needs the target's part of its blocks only: those of a drafter that
-        is not fed. Such blocks have hashes of their own; who drafts does not find them."""
-        return (
-            self._law.keeps_kv
-            and not self._law.reads_target_states
-            and not self._may_draft(request)
-        )
+        return hit
 
     def _hash_blocks(self, request: Request) -> None:
-        tokens, block_size = request.token_ids, self._limits.block_size
-        salt = request.params.cache_salt
-        lookahead = self._law.num_hash_lookahead_tokens
-        extend_hashes(request.block_hashes, tokens, block_size, lookahead, root_hash(salt))
-        if self._is_plain(request):
-            root = root_hash(salt, target_only=True)
-            extend_hashes(request.target_hashes, tokens, block_size, root=root)
+        extend_hashes(
+            request.block_hashes,
+            request.token_ids,
+            self._limits.block_size,
+            self._law.num_hash_lookahead_tokens,
+            request.params.cache_salt,
+        )
 
     def _plan(
         self, generation: int, scheduled: list[ScheduledRequest], admissions: list[SlotParams]
@@ -481,24 +443,12 @@ class Scheduler:
                 request.draft_len = max(request.draft_len, min(whole, num_computed))
             valid = min(num_computed, request.draft_len)
         self.tables.commit(request.table, num_computed)
-        if self._limits.enable_prefix_caching:
-            self._publish(request, valid)
+        block_size = self._limits.block_size
+        if self._limits.enable_prefix_caching and valid // block_size > request.table.num_published:
+            self._hash_blocks(request)
+            valid = min(valid, len(request.block_hashes) * block_size)
+            self.tables.publish(request.table, request.block_hashes, valid)
         request.drop_drafts()
-
-    def _publish(self, request: Request, num_whole: int) -> None:
-        """Make the request's full blocks findable: below `num_whole` as whole ones, the rest, of a
-        drafter that is not fed, as the target's."""
-        assert request.table is not None
-        block_size, tables = self._limits.block_size, self.tables
-        is_plain = self._is_plain(request)
-        end = request.num_computed_tokens if is_plain else num_whole
-        if end // block_size <= request.table.num_published:
-            return
-        self._hash_blocks(request)
-        whole = min(num_whole, len(request.block_hashes) * block_size)
-        tables.publish(request.table, request.block_hashes, whole)
-        if is_plain:
-            tables.publish(request.table, request.target_hashes, end)
 
     def check_idle(self) -> None:
         """Assert that an idle replica holds nothing."""

@@ -442,62 +442,6 @@ def test_draft_catches_up_when_speculation_is_switched_on_in_the_middle(engines)
     assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 20
 
 
-OFF = {
-    "by the request": ({"num_speculative_tokens": 0}, (True, None)),
-    "by the request's switch": ({"speculation_enabled": False}, (True, None)),
-    "by the server": ({}, (True, 0)),
-    "by the server's switch": ({}, (False, None)),
-}
-
-
-@pytest.mark.parametrize("off", OFF)
-def test_a_draft_model_that_is_switched_off_does_not_run(engines, off):
-    changes, (enabled, cap) = OFF[off]
-    engine = engines(3, fakes.perfect(SCRIPT), own_kv=True)
-    prompt = [(5 * i) % 40 for i in range(30)]
-    expected = fakes.plain(SCRIPT, prompt, 40)
-    engine.set_speculation(enabled, cap)
-    first = one(engine, prompt, max_tokens=40, **changes)
-    second = one(engine, [*prompt, *expected], max_tokens=20, **changes)
-    assert engine.host.num_forwards == 0 and first.token_ids == expected
-    # Its blocks are found by its like, the output's too.
-    assert second.last.num_cached_tokens == (len(prompt) + len(expected) - 1) // 4 * 4
-    # Who drafts finds none of them, for the draft's part is missing, and leaves whole ones, which
-    # everybody finds.
-    engine.set_speculation(True)
-    drafting = one(engine, prompt, max_tokens=40)
-    assert drafting.token_ids == expected and drafting.last.num_cached_tokens == 0
-    stats = drafting.last.speculation
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
-    fed = engine.host.num_fed
-    engine.set_speculation(enabled, cap)
-    other = [*prompt[:-1], 49]
-    off_again = one(engine, other, max_tokens=5, **changes)
-    assert off_again.last.num_cached_tokens == 28 and engine.host.num_fed == fed
-
-
-def test_a_draft_model_is_fed_now_and_then_while_the_batch_allows_no_drafts(engines):
-    """All requests in the same step, so that its forwards are few however many requests run."""
-    table = {1: 3}
-    engine = engines(
-        3,
-        fakes.perfect(SCRIPT),
-        own_kv=True,
-        num_speculative_tokens_for_batch=lambda n: table.get(n, 0),
-    )
-    prompts = [[i + 1] * (5 + i) for i in range(6)]
-    requests = [fakes.request(str(i), p, max_tokens=80, ignore_eos=True)
-                for i, p in enumerate(prompts)]  # fmt: skip
-    requests[0] = replace(requests[0], max_tokens=110)
-    for got, params in zip(fakes.run_all(engine, requests), requests, strict=True):
-        assert got.token_ids == fakes.plain(SCRIPT, params.prompt_token_ids, params.max_tokens, ())
-    alone = engine.stats.num_drafts
-    assert 0 < alone <= 10, "the longest request ends alone, and drafts"
-    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 0
-    assert engine.host.num_forwards - alone <= 12, "prefills, and one in 32 of 80 steps"
-    assert engine.stats.num_steps > 80
-
-
 def test_losing_and_restoring_the_draft_model(engines):
     engine = engines(3, fakes.perfect(SCRIPT), own_kv=True)
     engine.host.fail_at = 4
