@@ -5,8 +5,7 @@ Both work token by token inside, so the text does not depend on how tokens are g
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 from actors.requests import GenerateRequest
@@ -26,8 +25,7 @@ def _backend_of(tokenizer: object) -> _Backend:
     return cast(_Backend, getattr(tokenizer, "backend_tokenizer", tokenizer))
 
 
-@lru_cache(maxsize=8)  # tokenizers: a vocabulary can have thousands of added tokens
-def _special_ids(backend: Hashable) -> frozenset[int]:
+def _special_ids(backend: object) -> frozenset[int]:
     added = getattr(backend, "get_added_tokens_decoder", None)
     if added is None:
         return frozenset()
@@ -51,9 +49,7 @@ class Detokenizer:
     ) -> None:
         self._backend = _backend_of(tokenizer)
         self._skip = skip_special_tokens
-        self._skipped_ids = (
-            _special_ids(cast(Hashable, self._backend)) if skip_special_tokens else frozenset()
-        )
+        self._skipped_ids = _special_ids(self._backend) if skip_special_tokens else frozenset()
         # Tokens whose text is out already but which the decoder needs as left context (spaces
         # between words belong to pairs of tokens), then those still to come out.
         self._ids: list[int] = []
@@ -120,50 +116,6 @@ class StopMatch(NamedTuple):
     stop: str
 
 
-class _Stop:
-    """One stop string in a text that arrives in pieces: Knuth, Morris and Pratt, so that each
-    character costs the same however long the string is."""
-
-    __slots__ = ("_borders", "_text", "num_matched")
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self.num_matched = 0  # the longest beginning of the stop string that the text ends with
-        # Longest border of each beginning, by its length - 1, as far as they were needed.
-        self._borders = [0]
-
-    def advance(self, text: str) -> int | None:
-        """Take `text` in. Where in it the stop string ends first, if it does."""
-        stop, matched = self._text, self.num_matched
-        end: int | None = None
-        at, size = 0, len(text)
-        while at < size:
-            if matched == 0:
-                at = text.find(stop[0], at)
-                if at < 0:
-                    break
-            else:
-                while matched and stop[matched] != text[at]:
-                    matched = self._border(matched)
-            matched += stop[matched] == text[at]
-            at += 1
-            if matched == len(stop):
-                end = at if end is None else end
-                matched = self._border(matched)
-        self.num_matched = matched
-        return end
-
-    def _border(self, length: int) -> int:
-        """Length of the longest border of the first `length` characters."""
-        stop, borders = self._text, self._borders
-        while len(borders) < length:
-            border, last = borders[-1], stop[len(borders)]
-            while border and stop[border] != last:
-                border = borders[border - 1]
-            borders.append(border + (stop[border] == last))
-        return borders[length - 1]
-
-
 class StopStrings:
     """Finds stop strings in a text that arrives in pieces.
 
@@ -172,30 +124,50 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool) -> None:
-        self._stops = [(_Stop(stop), stop) for stop in stops]
+        self._stops = tuple(stops)
         self._include = include_in_output
+        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
+        self._seen = ""  # last `longest - 1` characters, held ones included
 
     def push(self, text: str, enabled: bool = True) -> str | StopMatch:
         """Text that may go out, or the match that `text` completed (the earliest to start)."""
-        first: tuple[int, str] | None = None
-        for state, stop in self._stops:
-            end = state.advance(text)
-            if end is not None and enabled:
-                start = len(self._held) + end - len(stop)
-                first = min(first or (start, stop), (start, stop), key=lambda found: found[0])
+        if not text:
+            return ""
+        window = self._seen + text
+        if enabled:
+            match = self._find(window, len(self._seen))
+            if match is not None:
+                start, stop = match
+                end = start + len(stop) if self._include else start
+                first_held = len(self._seen) - len(self._held)
+                return StopMatch(window[first_held:end], stop)
         out = self._held + text
-        if first is not None:
-            start, stop = first
-            return StopMatch(out[: start + len(stop) if self._include else start], stop)
-        num_held = max((state.num_matched for state, _ in self._stops), default=0)
+        num_held = self._num_possible(window)
         self._held = out[len(out) - num_held :]
+        self._seen = window[max(0, len(window) - self._longest + 1) :]
         return out[: len(out) - num_held]
 
     def flush(self) -> str:
         """What is still held back: no stop string was completed."""
         held, self._held = self._held, ""
         return held
+
+    def _find(self, window: str, num_seen: int) -> tuple[int, str] | None:
+        best: tuple[int, str] | None = None
+        for stop in self._stops:
+            # Only occurrences that end in the new text.
+            at = window.find(stop, max(0, num_seen - len(stop) + 1))
+            if at >= 0 and (best is None or at < best[0]):
+                best = (at, stop)
+        return best
+
+    def _num_possible(self, window: str) -> int:
+        """Length of the longest end of `window` that begins a stop string."""
+        for n in range(min(self._longest - 1, len(window)), 0, -1):
+            if any(len(s) > n and s.startswith(window[-n:]) for s in self._stops):
+                return n
+        return 0
 
 
 class TextStream:

@@ -7,7 +7,7 @@ metrics) is cut at the token that this module names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from actors.requests import FinishReason
@@ -27,10 +27,10 @@ class FinishRules:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     include_stop_in_text: bool = False
-    ending_ids: frozenset[int] = field(init=False)  # both together: asked in every step
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ending_ids", self.eos_token_ids | self.stop_token_ids)
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        return self.eos_token_ids | self.stop_token_ids
 
 
 class RunEnd(NamedTuple):

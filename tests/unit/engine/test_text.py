@@ -127,24 +127,6 @@ def test_special_tokens_are_left_out_or_kept_and_cost_no_memory():
     assert len(detokenizer._ids) < 40
 
 
-def test_added_tokens_are_read_once_for_a_tokenizer():
-    class Counting:
-        reads = 0
-
-        def get_added_tokens_decoder(self):
-            self.reads += 1
-            return BYTES.get_added_tokens_decoder()
-
-        def decode(self, ids, skip_special_tokens=True):
-            return BYTES.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    tokenizer = Counting()
-    eos = BYTES.token_to_id("<eos>")
-    for _ in range(3):
-        assert Detokenizer(tokenizer, True).push([*BYTES.encode("a").ids, eos]) == "a"
-    assert tokenizer.reads == 1
-
-
 # --- stop strings -----------------------------------------------------------------------------
 
 
@@ -185,68 +167,6 @@ def test_stop_strings_at_every_split_equal_a_search_character_by_character():
             assert got == (text[:start], stop)
             assert feed(stops, text, [1] * len(text), include=True)[0] == (text[:start] + stop)
     assert 500 < found < 2000
-
-
-class SlowStopStrings:
-    """The same by its definition: search everything, hold back the longest possible beginning."""
-
-    def __init__(self, stops):
-        self.stops, self.text, self.num_out = stops, "", 0
-
-    def push(self, text, enabled):
-        before = len(self.text)
-        self.text += text
-        found = []
-        for stop in self.stops:
-            ends = (n for n in range(before + 1, len(self.text) + 1)
-                    if self.text[:n].endswith(stop))  # fmt: skip
-            if (end := next(ends, None)) is not None:
-                found.append((end - len(stop), self.stops.index(stop), stop))
-        if found and enabled:
-            start, _, stop = min(found)
-            return StopMatch(self.text[self.num_out : start], stop)
-        held = max(
-            (n for stop in self.stops for n in range(len(stop)) if self.text.endswith(stop[:n])),
-            default=0,
-        )
-        out = self.text[self.num_out : len(self.text) - held]
-        self.num_out = len(self.text) - held
-        return out
-
-
-def test_pieces_of_any_size_and_stops_passed_over_equal_the_definition():
-    rng = random.Random(14)
-    matches = passed = 0
-    for _ in range(3000):
-        stops = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 3))]
-        ours, slow = StopStrings(stops, False), SlowStopStrings(stops)
-        for _ in range(12):
-            piece = "".join(rng.choices("aabc", k=rng.randint(0, 4)))
-            enabled = rng.random() < 0.4
-            expected = slow.push(piece, enabled)
-            assert ours.push(piece, enabled) == expected
-            passed += not enabled
-            if isinstance(expected, StopMatch):
-                matches += 1
-                break
-    assert matches > 500 and passed > 500
-
-
-def test_a_stop_string_costs_by_the_text_and_not_by_its_length():
-    class Counted(str):
-        reads = 0
-
-        def __getitem__(self, key):
-            Counted.reads += 1
-            return str.__getitem__(self, key)
-
-    # The worst text for a search that starts over: it nearly matches everywhere.
-    stop = Counted("a" * 2000 + "b")
-    matcher = StopStrings([stop], False)
-    for _ in range(100):
-        matcher.push("a" * 40)
-    assert Counted.reads < 8 * 4000
-    assert matcher.push("b") == StopMatch("", stop)
 
 
 def test_text_that_could_become_a_stop_is_held_back():
