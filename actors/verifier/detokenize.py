@@ -19,16 +19,24 @@ class _Backend(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def _backend_of(tokenizer: object) -> _Backend:
-    """The Rust tokenizer of a Hugging Face fast tokenizer, or the object itself."""
-    return cast(_Backend, getattr(tokenizer, "backend_tokenizer", tokenizer))
+class TokenText:
+    """What an engine's requests share of its tokenizer, read once: a tokenizer may have thousands
+    of added tokens.
 
+    Args:
+        tokenizer: A `transformers` fast tokenizer or a `tokenizers.Tokenizer`.
+    """
 
-def _special_ids(backend: object) -> frozenset[int]:
-    added = getattr(backend, "get_added_tokens_decoder", None)
-    if added is None:
-        return frozenset()
-    return frozenset(i for i, token in added().items() if token.special)
+    def __init__(self, tokenizer: object) -> None:
+        # A Hugging Face fast tokenizer is a shell around a Rust one.
+        self.backend = cast(_Backend, getattr(tokenizer, "backend_tokenizer", tokenizer))
+        added = getattr(self.backend, "get_added_tokens_decoder", None)
+        tokens = {} if added is None else added()
+        self.special_ids = frozenset(i for i, token in tokens.items() if token.special)
+
+    def decoder(self, skip_special_tokens: bool) -> Detokenizer:
+        """A decoder of one request's output."""
+        return Detokenizer(self, skip_special_tokens)
 
 
 class Detokenizer:
@@ -38,14 +46,14 @@ class Detokenizer:
     character is held back until it is complete or `flush` is called.
 
     Args:
-        tokenizer: A `transformers` fast tokenizer or a `tokenizers.Tokenizer`.
+        tokens: The engine's.
         skip_special_tokens: Leave special tokens out of the text.
     """
 
-    def __init__(self, tokenizer: object, skip_special_tokens: bool) -> None:
-        self._backend = _backend_of(tokenizer)
+    def __init__(self, tokens: TokenText, skip_special_tokens: bool) -> None:
+        self._backend = tokens.backend
         self._skip = skip_special_tokens
-        self._skipped_ids = _special_ids(self._backend) if skip_special_tokens else frozenset()
+        self._skipped_ids = tokens.special_ids if skip_special_tokens else frozenset()
         # Tokens whose text is out already but which the decoder needs as left context (spaces
         # between words belong to pairs of tokens), then those still to come out.
         self._ids: list[int] = []

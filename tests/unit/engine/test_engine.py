@@ -848,6 +848,27 @@ def test_one_request_that_breaks_leaves_the_others_alone(engines):
         assert good.last.error is None and good.last.finish_reason == FinishReason.STOP
 
 
+class CountingTokenizer:
+    """Counts how often its added tokens are read."""
+
+    def __init__(self):
+        self.num_reads = 0
+
+    def get_added_tokens_decoder(self):
+        self.num_reads += 1
+        return BYTES.get_added_tokens_decoder()
+
+    def decode(self, ids, skip_special_tokens=True):
+        return BYTES.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_the_added_tokens_are_read_once_for_all_requests(engines):
+    tokenizer = CountingTokenizer()
+    engine = engines(2, fakes.perfect(SCRIPT), tokenizer=tokenizer)
+    fakes.run_all(engine, [fakes.request(f"r{i}", [1, 2, 3]) for i in range(5)])
+    assert tokenizer.num_reads == 1
+
+
 def test_stop_ends_requests_in_flight():
     limits = fakes.make_limits(0)
     engine = VerifierEngine(limits, InProcessStepClient(fakes.ScriptedTarget(limits, SCRIPT)))
