@@ -2,12 +2,16 @@
 
 A block's hash covers its tokens and, through its parent's hash, everything before them, so equal
 hashes mean equal whole prefixes. Only full blocks of confirmed tokens are ever published.
+
+A published block has the target's KV. Where a drafter keeps KV in the same blocks, those that have
+its part too are marked *whole*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 from actors.steps.messages import Int32Array
 
@@ -61,6 +65,7 @@ class PrefixIndex:
         self._num_published = 0
         self._number_of: dict[int, int] = {}
         self._before: dict[int, int] = {}
+        self._whole: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -92,11 +97,22 @@ class PrefixIndex:
         self._number_of[block_id] = self._num_published
         return True
 
+    def mark_whole(self, block_id: int) -> None:
+        """The drafter's KV of this block, if it is published, is written too."""
+        if block_id in self._hash_of:
+            self._whole.add(block_id)
+
+    def num_whole(self, block_ids: Sequence[int]) -> int:
+        """Leading blocks that are whole."""
+        return sum(1 for _ in takewhile(self._whole.__contains__, block_ids))
+
     def forget(self, block_id: int) -> None:
         """The block gets other content."""
+        self._whole.discard(block_id)
         del self._block_of[self._hash_of.pop(block_id)]
         del self._number_of[block_id], self._before[block_id]
 
     def clear(self) -> None:
         for table in (self._block_of, self._hash_of, self._number_of, self._before):
             table.clear()
+        self._whole.clear()

@@ -5,6 +5,7 @@ Both work token by token inside, so the text does not depend on how tokens are g
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
@@ -20,16 +21,26 @@ class _Backend(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def _backend_of(tokenizer: object) -> _Backend:
-    """The Rust tokenizer of a Hugging Face fast tokenizer, or the object itself."""
-    return cast(_Backend, getattr(tokenizer, "backend_tokenizer", tokenizer))
+class TokenText:
+    """What an engine's requests share of its tokenizer, read once: a tokenizer may have thousands
+    of added tokens.
 
+    Args:
+        tokenizer: A `transformers` fast tokenizer or a `tokenizers.Tokenizer`.
+    """
 
-def _special_ids(backend: object) -> frozenset[int]:
-    added = getattr(backend, "get_added_tokens_decoder", None)
-    if added is None:
-        return frozenset()
-    return frozenset(i for i, token in added().items() if token.special)
+    def __init__(self, tokenizer: object) -> None:
+        # A Hugging Face fast tokenizer is a shell around a Rust one.
+        self.backend = cast(_Backend, getattr(tokenizer, "backend_tokenizer", tokenizer))
+        added = getattr(self.backend, "get_added_tokens_decoder", None)
+        tokens = {} if added is None else added()
+        self.special_ids = frozenset(i for i, token in tokens.items() if token.special)
+
+    def decoder_of(self, request: GenerateRequest) -> Detokenizer:
+        """The decoder of a request's output, which may go on from output that is in its prompt."""
+        prompt, num_prior = request.prompt_token_ids, request.num_prior_output_tokens
+        prior = prompt[len(prompt) - num_prior :]
+        return Detokenizer(self, request.skip_special_tokens, prior)
 
 
 class Detokenizer:
@@ -39,17 +50,17 @@ class Detokenizer:
     character is held back until it is complete or `flush` is called.
 
     Args:
-        tokenizer: A `transformers` fast tokenizer or a `tokenizers.Tokenizer`.
+        tokens: The engine's.
         skip_special_tokens: Leave special tokens out of the text.
         context: Tokens of the same text that come before, whose own text is out already.
     """
 
     def __init__(
-        self, tokenizer: object, skip_special_tokens: bool, context: Sequence[int] = ()
+        self, tokens: TokenText, skip_special_tokens: bool, context: Sequence[int] = ()
     ) -> None:
-        self._backend = _backend_of(tokenizer)
+        self._backend = tokens.backend
         self._skip = skip_special_tokens
-        self._skipped_ids = _special_ids(self._backend) if skip_special_tokens else frozenset()
+        self._skipped_ids = tokens.special_ids if skip_special_tokens else frozenset()
         # Tokens whose text is out already but which the decoder needs as left context (spaces
         # between words belong to pairs of tokens), then those still to come out.
         self._ids: list[int] = []
@@ -101,14 +112,6 @@ class Detokenizer:
         return new
 
 
-def detokenizer_of(tokenizer: object, request: GenerateRequest) -> Detokenizer:
-    """The decoder of a request's output, which may go on from output that is in its prompt."""
-    num_prior = request.num_prior_output_tokens
-    prompt = request.prompt_token_ids
-    prior = prompt[len(prompt) - num_prior :]
-    return Detokenizer(tokenizer, request.skip_special_tokens, prior)
-
-
 class StopMatch(NamedTuple):
     """Text up to the stop (with it, if included) that was not out yet, and which stop it was."""
 
@@ -116,58 +119,97 @@ class StopMatch(NamedTuple):
     stop: str
 
 
+class _Stop:
+    """How much of one stop string the text so far ends with (Knuth, Morris, Pratt).
+
+    `matched` is the longest proper beginning of `stop` that the text ends with, in characters.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        # Of each beginning of `stop`, its longest proper end that is a beginning too. Worked out
+        # as far as the text has ever matched, so a long stop string costs nothing by itself.
+        self._borders = [0, 0]
+
+    def advance(self, text: str) -> int:
+        """Take `text` in. Number of its characters up to the first end of `stop`; 0: none."""
+        stop, borders, matched, found = self.stop, self._borders, self.matched, 0
+        at = 0
+        while at < len(text):
+            if not matched:
+                at = text.find(stop[0], at)
+                if at < 0:
+                    break
+            elif text[at] != stop[matched]:
+                matched = borders[matched]
+                continue
+            at += 1
+            matched += 1
+            if matched == len(borders):
+                borders.append(self._border_after(matched - 1))
+            if matched == len(stop):
+                found = found or at
+                matched = borders[matched]
+        self.matched = matched
+        return found
+
+    def _border_after(self, length: int) -> int:
+        """Border of the beginning of `length + 1` characters; those up to `length` are known."""
+        stop, border = self.stop, self._borders[length]
+        while border and stop[border] != stop[length]:
+            border = self._borders[border]
+        return border + (stop[border] == stop[length])
+
+
 class StopStrings:
-    """Finds stop strings in a text that arrives in pieces.
+    """Finds stop strings in a text that arrives in pieces, in time linear in the text.
 
     Text that could still become a stop string is held back. A stop string that was complete
     while `enabled` was False is passed over for good.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool) -> None:
-        self._stops = tuple(stops)
+        self._stops = tuple(map(_Stop, stops))
         self._include = include_in_output
-        self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
-        self._seen = ""  # last `longest - 1` characters, held ones included
+        self._held: deque[str] = deque()
+        self._num_held = 0  # characters
 
     def push(self, text: str, enabled: bool = True) -> str | StopMatch:
         """Text that may go out, or the match that `text` completed (the earliest to start)."""
         if not text:
             return ""
-        window = self._seen + text
-        if enabled:
-            match = self._find(window, len(self._seen))
-            if match is not None:
-                start, stop = match
-                end = start + len(stop) if self._include else start
-                first_held = len(self._seen) - len(self._held)
-                return StopMatch(window[first_held:end], stop)
-        out = self._held + text
-        num_held = self._num_possible(window)
-        self._held = out[len(out) - num_held :]
-        self._seen = window[max(0, len(window) - self._longest + 1) :]
-        return out[: len(out) - num_held]
+        match: tuple[int, int, str] | None = None  # start and end, in characters of `text`
+        num_possible = 0
+        for stop in self._stops:
+            end = stop.advance(text)
+            num_possible = max(num_possible, stop.matched)
+            start = end - len(stop.stop)
+            if end and enabled and (match is None or start < match[0]):
+                match = (start, end, stop.stop)
+        num_held = self._num_held
+        self._held.append(text)
+        self._num_held += len(text)
+        if match is not None:
+            start, end, found = match
+            return StopMatch(self._release(num_held + (end if self._include else start)), found)
+        return self._release(self._num_held - num_possible)
 
     def flush(self) -> str:
         """What is still held back: no stop string was completed."""
-        held, self._held = self._held, ""
-        return held
+        return self._release(self._num_held)
 
-    def _find(self, window: str, num_seen: int) -> tuple[int, str] | None:
-        best: tuple[int, str] | None = None
-        for stop in self._stops:
-            # Only occurrences that end in the new text.
-            at = window.find(stop, max(0, num_seen - len(stop) + 1))
-            if at >= 0 and (best is None or at < best[0]):
-                best = (at, stop)
-        return best
-
-    def _num_possible(self, window: str) -> int:
-        """Length of the longest end of `window` that begins a stop string."""
-        for n in range(min(self._longest - 1, len(window)), 0, -1):
-            if any(len(s) > n and s.startswith(window[-n:]) for s in self._stops):
-                return n
-        return 0
+    def _release(self, num_characters: int) -> str:
+        out: list[str] = []
+        self._num_held -= num_characters
+        while num_characters:
+            piece = self._held.popleft()
+            if len(piece) > num_characters:
+                self._held.appendleft(piece[num_characters:])
+                piece = piece[:num_characters]
+            out.append(piece)
+            num_characters -= len(piece)
+        return "".join(out)
 
 
 class TextStream:

@@ -18,6 +18,7 @@ from actors.stats import EngineStats, Snapshot
 from actors.steps.patience import StepPatience
 from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
 from actors.verifier.admission import admit
+from actors.verifier.detokenize import TokenText
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop
 from actors.verifier.request import Request, Sink
@@ -80,7 +81,7 @@ class VerifierEngine:
         self.limits = limits
         self.stats = EngineStats()
         self._client = client
-        self._tokenizer = tokenizer
+        self._tokens = None if tokenizer is None else TokenText(tokenizer)
         self._gang = gang
         self._loop = StepLoop(
             limits,
@@ -120,7 +121,7 @@ class VerifierEngine:
             EngineDead: the replica failed or was stopped.
         """
         arrival_s = time.monotonic()
-        rules, text = admit(params, self.limits, self._tokenizer)
+        rules, text = admit(params, self.limits, self._tokens)
         with self._wake:
             self._check_open(params)
             self._num_arrivals += 1

@@ -7,7 +7,7 @@ metrics) is cut at the token that this module names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from actors.requests import FinishReason
@@ -27,10 +27,11 @@ class FinishRules:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     include_stop_in_text: bool = False
+    ending_ids: frozenset[int] = field(init=False, repr=False)
 
-    @property
-    def ending_ids(self) -> frozenset[int]:
-        return self.eos_token_ids | self.stop_token_ids
+    def __post_init__(self) -> None:
+        # Once: there may be as many stop ids as the vocabulary has.
+        object.__setattr__(self, "ending_ids", self.eos_token_ids | self.stop_token_ids)
 
 
 class RunEnd(NamedTuple):

@@ -158,6 +158,11 @@ class Request:
         """Known tokens without target KV: 1 while decoding, more before a prefill is done."""
         return self.num_tokens - self.num_computed_tokens
 
+    @property
+    def speculates(self) -> bool:
+        """False: this request never drafts, by its own wish."""
+        return self.params.speculation_enabled and self.params.num_speculative_tokens != 0
+
     def append(self, token_ids: list[int]) -> None:
         end = self.num_tokens + len(token_ids)
         if end > len(self._buffer):

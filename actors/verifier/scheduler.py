@@ -26,6 +26,11 @@ from actors.steps.messages import (
 from actors.verifier.limits import EngineLimits
 from actors.verifier.request import NO_DRAFTS, Request, RequestStatus
 
+# While the batch is too large to speculate, a separate draft model runs in one of so many steps
+# and takes all that came in between: a forward of some more rows costs it about the same. A later
+# return to K > 0 then has at most as many tokens of each decoding request to catch up.
+FEED_INTERVAL = 32
+
 
 @dataclass(slots=True)
 class ScheduledRequest:
@@ -90,6 +95,7 @@ class Scheduler:
         # Whether a drafter computes in the steps. False from its loss until it is rebuilt.
         self.has_drafter = self._law.arrives_in_step
         self.draft_generation = 0
+        self._num_unfed_steps = 0  # since the drafter last ran
 
     # --- queues -----------------------------------------------------------------------------
 
@@ -162,15 +168,19 @@ class Scheduler:
         One less than what may still be emitted (the end of the context is part of that): the
         extra token is always there.
         """
-        p = request.params
-        if not (self._law.proposes and p.speculation_enabled and self.speculation_enabled):
+        if not (self._law.proposes and self._server_speculates and request.speculates):
             return 0
+        p = request.params
         k = min(num_for_batch, request.rules.max_tokens - request.num_output_tokens - 1)
         if p.num_speculative_tokens is not None:
             k = min(k, p.num_speculative_tokens)
         if self.max_speculative_tokens is not None:
             k = min(k, self.max_speculative_tokens)
         return max(k, 0)
+
+    @property
+    def _server_speculates(self) -> bool:
+        return self.speculation_enabled and self.max_speculative_tokens != 0
 
     def next_batch(self) -> int:
         """As many requests as the next step will probably run."""
@@ -194,8 +204,8 @@ class Scheduler:
         """The next step, blocks reserved; None when nothing can run."""
         if not (self.running or self.waiting):
             return None
-        budget = _Budget(self._limits.max_num_batched_tokens, self._limits.max_num_batched_tokens)
         num_for_batch = self.num_drafts_for_batch()
+        budget = _Budget(self._limits.max_num_batched_tokens, self._num_draft_rows(num_for_batch))
         scheduled: list[ScheduledRequest] = []
         num_preempted = 0
         i = 0
@@ -218,7 +228,9 @@ class Scheduler:
         if not scheduled:
             return None
         self._step += 1
-        return ScheduledStep(self._plan(generation, scheduled, admissions), scheduled)
+        plan = self._plan(generation, scheduled, admissions)
+        self._num_unfed_steps = 0 if plan.draft else self._num_unfed_steps + 1
+        return ScheduledStep(plan, scheduled)
 
     def dummy_plan(self, generation: int = 0) -> StepPlan:
         """A step without requests that has the one target forward of every step.
@@ -250,15 +262,14 @@ class Scheduler:
             request, end, request.num_tokens, has_logits=end == request.num_tokens
         )
         k = 0
-        is_decoding = num_new == request.num_pending_tokens == 1 and request.num_output_tokens > 0
-        if is_decoding:
+        if num_new == request.num_pending_tokens == 1 and request.num_output_tokens > 0:
             k = min(self.num_drafts_allowed(request, num_for_batch), spare - 1)
         if not self._law.arrives_in_step:
             k = min(k, len(request.drafts))
         elif not self.has_drafter:
             k = 0
         elif self._law.keeps_kv:
-            k = self._feed_drafter(part, k, budget, is_decoding)
+            k = self._feed_drafter(part, k, budget)
         part.num_drafts = max(k, 0)
 
         lookahead = max(self._law.num_lookahead_tokens - 1 - part.num_drafts, 0)
@@ -275,19 +286,18 @@ class Scheduler:
             budget.draft -= self._law.num_extra_rows
         return part
 
-    def _feed_drafter(
-        self, part: ScheduledRequest, k: int, budget: _Budget, is_decoding: bool
-    ) -> int:
+    def _feed_drafter(self, part: ScheduledRequest, k: int, budget: _Budget) -> int:
         """Decide what is fed to a drafter with KV of its own; K drafts that are possible then.
 
         A drafter that reads the target's states gets them all: they pass by only once, in the
-        step that computes them. Others may lag behind and catch up, but draft only once they have.
+        step that computes them. Others may lag behind and catch up, but draft only once they have;
+        nothing is fed for a request that never drafts.
         """
         request, law = part.request, self._law
         wanted = law.feed_end(part.num_known)
         if law.reads_target_states:
             end = min(part.end, wanted)
-        elif k > 0 or not is_decoding or self._keeps_draft_whole(request):
+        elif request.speculates:
             end = min(part.end, wanted, request.draft_len + max(budget.draft, 0))
         else:
             end = request.draft_len
@@ -296,11 +306,18 @@ class Scheduler:
         num_rows = max(end - request.draft_len, 0) + law.num_extra_rows
         return k if end >= wanted and num_rows <= budget.draft else 0
 
-    def _keeps_draft_whole(self, request: Request) -> bool:
-        """Feed the drafter in a step with K = 0? Yes if the step alone asked for K = 0. Where
-        speculation is off for long, one batched catch-up later is cheaper than a draft forward
-        a step."""
-        return request.params.speculation_enabled and self.speculation_enabled
+    def _num_draft_rows(self, num_for_batch: int) -> int:
+        """Rows that a drafter which may lag behind can be fed in the next step.
+
+        None while the server has speculation off: a catch-up once it is on again costs less than
+        a forward a step. Where only the batch is too large, it may soon be small enough again, so
+        the drafter stays near, in a forward every `FEED_INTERVAL` steps.
+        """
+        if not self._server_speculates:
+            return 0
+        if num_for_batch == 0 and self._num_unfed_steps + 1 < FEED_INTERVAL:
+            return 0
+        return self._limits.max_num_batched_tokens
 
     def _admit(
         self, scheduled: list[ScheduledRequest], admissions: list[SlotParams], budget: _Budget
@@ -330,7 +347,9 @@ class Scheduler:
             request.table = tables.open()
             tables.attach(request.table, hit)
             request.num_computed_tokens = num_hit
-            request.draft_len = num_hit if self._keeps_drafter_kv else 0
+            # The drafter may have less of a hit than the target: it catches up.
+            num_whole = tables.num_whole(hit) if self._keeps_drafter_kv else 0
+            request.draft_len = num_whole * limits.block_size
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_hit
                 self._stats.num_prompt_tokens += request.prompt_len
@@ -441,13 +460,17 @@ class Scheduler:
                 if law.kv_survives_drafting:
                     whole += max(num_real_drafts - 1, 0)
                 request.draft_len = max(request.draft_len, min(whole, num_computed))
-            valid = min(num_computed, request.draft_len)
+            if law.reads_target_states:
+                # The states have passed by: it could never catch up on a hit.
+                valid = min(num_computed, request.draft_len)
         self.tables.commit(request.table, num_computed)
         block_size = self._limits.block_size
         if self._limits.enable_prefix_caching and valid // block_size > request.table.num_published:
             self._hash_blocks(request)
             valid = min(valid, len(request.block_hashes) * block_size)
             self.tables.publish(request.table, request.block_hashes, valid)
+        if self._keeps_drafter_kv:
+            self.tables.mark_whole(request.table, request.draft_len)
         request.drop_drafts()
 
     def check_idle(self) -> None:

@@ -303,6 +303,7 @@ class FakeDraftHost:
         self.num_steps = 0
         self.fail_at: int | None = None
         self.num_fed = 0
+        self.num_forwards = 0  # steps in which a model would run
 
     def absorb(self, plan: StepPlan, verified: Verified) -> None:
         return
@@ -337,6 +338,7 @@ class FakeDraftHost:
                 counts.append(k)
         assert total <= self.limits.max_num_batched_tokens
         self.num_fed += total
+        self.num_forwards += bool(plan.draft)
         return Proposal(DraftTokens(plan.step, token_array(ids), token_array(counts)))
 
 
