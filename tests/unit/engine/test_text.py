@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from actors.requests import FinishReason
-from actors.verifier.detokenize import StopMatch, StopStrings, TextStream, TokenText
+from actors.verifier.detokenize import Detokenizer, StopMatch, StopStrings, TextStream, TokenText
 from actors.verifier.finish import FinishRules, decode_run, end_run
 
 SPECIAL = ["<bos>", "<eos>", "<eot>"]
@@ -68,7 +68,7 @@ def groupings(ids, rng, num_random=6):
 
 
 def streamed(tokenizer, runs, skip=True):
-    detokenizer = TokenText(tokenizer).decoder(skip)
+    detokenizer = Detokenizer(TokenText(tokenizer), skip)
     pieces = [detokenizer.push(run) for run in runs]
     return pieces, detokenizer.flush()
 
@@ -123,7 +123,7 @@ def test_special_tokens_are_left_out_or_kept_and_cost_no_memory():
     ids = [*BYTES.encode("a").ids, eos, *BYTES.encode("b").ids]
     assert "".join(streamed(BYTES, [ids])[0]) == "ab"
     assert "".join(streamed(BYTES, [ids], skip=False)[0]) == "a<eos>b"
-    detokenizer = TokenText(BYTES).decoder(True)
+    detokenizer = Detokenizer(TokenText(BYTES), True)
     detokenizer.push([eos] * 1000 + [BYTES.encode("\u00e9").ids[0]] * 200)
     assert len(detokenizer._ids) < 40
 
@@ -258,7 +258,7 @@ def test_text_that_could_become_a_stop_is_held_back():
 
 def generate(ids, runs, rules, stops=(), skip=True):
     """All runs through `end_run`, as the loop does it."""
-    stream = TextStream(TokenText(BYTES).decoder(skip), stops, rules.include_stop_in_text)
+    stream = TextStream(Detokenizer(TokenText(BYTES), skip), stops, rules.include_stop_in_text)
     out, text = [], ""
     for run in runs:
         end = end_run(rules, len(out), run, stream)
