@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from actors.acceptance.base import AcceptanceMethod
-from actors.errors import EngineDead, InvalidRequest, QueueFull, RequestLost
+from actors.errors import EngineDead, EngineStopped, InvalidRequest, QueueFull, RequestLost
 from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats, Snapshot
 from actors.steps.patience import StepPatience
@@ -163,7 +163,8 @@ class VerifierEngine:
         Leaving early aborts the request.
 
         Raises:
-            RequestLost: the replica failed or was stopped; the request is not at fault.
+            RequestLost: the replica failed.
+            EngineStopped: the replica was stopped; the request is not at fault.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[RunOutput] = asyncio.Queue()
@@ -175,7 +176,7 @@ class VerifierEngine:
                 out = await queue.get()
                 finished = out.finish_reason is not None
                 if out.error is not None and self._is_stopping:
-                    raise RequestLost(out.error)
+                    raise (EngineStopped if self._error is None else RequestLost)(out.error)
                 yield out
         finally:
             if not finished:
