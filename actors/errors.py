@@ -7,6 +7,7 @@ EngineError
 |   `-- QueueFull           admission refused; carries `retry_after_s`
 |-- EngineDead              the replica cannot continue; requests in flight fail with this
 |   |-- RequestLost         it ended while it worked on this request
+|   |-- EngineStopped       somebody ended it: no request is at fault
 |   |-- WorkerLost          a worker process ended (socket closed)
 |   `-- StepTimeout         a worker did not answer a step in time
 `-- LoadError               weights, tokenizer or kernels cannot be loaded; names what and why
@@ -78,6 +79,10 @@ class EngineDead(EngineError):
 
 class RequestLost(EngineDead):
     """The engine ended while it worked on a request, which another replica can go on with."""
+
+
+class EngineStopped(EngineDead):
+    """The engine was stopped on purpose, with requests in flight."""
 
 
 class WorkerLost(EngineDead):

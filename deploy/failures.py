@@ -7,6 +7,7 @@ Errors of one request are `actors.errors.RequestError`; what else there is:
     Unauthenticated      no API key, or none of the server's
     root_cause           the exception a remote replica raised, out of Ray's wrapping
     is_replica_loss      another replica (or this one, restarted) can take the request over
+    is_intended          it was ended on purpose, through no fault of a request
     is_busy              a queue was full
     failure_of           what kind of failure an exception is, and what its caller is told
     exception_of         the exception of a failure that a server told of: the way back
@@ -21,7 +22,14 @@ from typing import Final
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from actors.errors import EngineDead, EngineError, InvalidRequest, QueueFull, RequestError
+from actors.errors import (
+    EngineDead,
+    EngineError,
+    EngineStopped,
+    InvalidRequest,
+    QueueFull,
+    RequestError,
+)
 from deploy.outlook import NoReplicaComing
 
 logger = logging.getLogger("ray.serve")
@@ -81,6 +89,16 @@ def root_cause(error: BaseException) -> BaseException:
 def is_replica_loss(error: BaseException) -> bool:
     """Whether another replica (or this one, restarted) can take the request over."""
     return isinstance(root_cause(error), _LOSSES)
+
+
+def is_intended(error: BaseException) -> bool:
+    """Whether a replica was lost because somebody ended it: Serve does, to replace a gang or an
+    old version. No request is at fault then."""
+    cause = root_cause(error)
+    if isinstance(cause, EngineStopped | DeploymentUnavailableError):
+        return True
+    # Ray has no class for it.
+    return isinstance(cause, RayActorError) and "killed by `ray.kill`" in str(cause)
 
 
 def is_busy(error: BaseException) -> bool:

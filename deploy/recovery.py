@@ -23,7 +23,7 @@ from actors.errors import EngineDead, RequestLost
 from actors.requests import FinishReason, GenerateRequest, RunOutput, SpeculationStats
 from actors.verifier.detokenize import Detokenizer
 from deploy.engine_client import EngineClient
-from deploy.failures import RequestAborted, is_busy, is_replica_loss, root_cause
+from deploy.failures import RequestAborted, is_busy, is_intended, is_replica_loss, root_cause
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -37,10 +37,11 @@ class RecoveryPolicy:
     """Bounds of recovery.
 
     Some request may be what ends engines, and it is not known which one. An engine's end is charged
-    to each request that it had taken and given no new token: that one may have been at fault. A
-    charged request is a suspect until it gets a token. Suspects of one process go on one at a
-    time, so that the guilty one next ends an engine alone; with `max_charges` in a row it is given
-    up. The others were only near it: their turn clears them.
+    to each request that it had taken and given no new token: that one may have been at fault,
+    unless the engine was ended on purpose. A charged request is a suspect until it gets a token.
+    Suspects of one process go on one at a time, so that the guilty one next ends an engine alone;
+    with `max_charges` in a row it is given up. The others were only near it: their turn clears
+    them.
 
     `max_losses` bounds the engines that any request may outlive, and `patience_s` the wait for
     one that takes it.
@@ -216,7 +217,7 @@ async def generate_with_recovery(
             cause = root_cause(error)
             was_taken = was_taken or isinstance(cause, RequestLost)
             losses += was_taken
-            charges += was_taken and not progressed
+            charges += was_taken and not progressed and not is_intended(cause)
             if charges >= policy.max_charges:
                 raise RequestAborted(
                     f"request {request.request_id} was given up: the last {charges} engines that "

@@ -10,7 +10,7 @@ from actors.checks import encodable, is_encodable, shown
 from actors.errors import InvalidRequest, PromptTooLong
 from actors.requests import GenerateRequest
 from actors.startup.tokenizer import open_tokenizer
-from actors.verifier.detokenize import Detokenizer, detokenizer_of
+from actors.verifier.detokenize import Detokenizer, TokenText
 from deploy.failures import unsupported
 from deploy.text_bound import TextBound
 from deploy.token_bytes import TokenBytes
@@ -110,6 +110,7 @@ class TextProcessor:
         self._tokenizer = tokenizer
         self._bound = TextBound.of(tokenizer)
         self.token_bytes = TokenBytes(tokenizer)
+        self._token_text = TokenText(tokenizer)
 
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> TextProcessor:
@@ -156,7 +157,7 @@ class TextProcessor:
 
     def detokenizer_of(self, request: GenerateRequest) -> Detokenizer:
         """The decoder of a request's output, as engines have it."""
-        return detokenizer_of(self._tokenizer, request)
+        return self._token_text.decoder_of(request)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Vocabulary entries of `ids`."""

@@ -5,6 +5,9 @@ Who owns which positions of a table (bs = block size):
     0 ........ prefix hit .... num_computed ...... num_computed + new + lookahead
     |  shared, read only  |  own, KV valid   |  own, reserved for this step  |
 
+Read only for the target. A drafter that has less of a prefix hit than the target writes its own
+part of the shared blocks later; whoever shares them would write the same.
+
 `commit` shrinks the table to the blocks that hold valid KV. That is the whole rollback: nothing
 is moved or cleared, and blocks that held only rejected drafts go back to the pool.
 """
@@ -28,6 +31,8 @@ class BlockTable:
     num_sent: int = 0
     # Leading blocks already offered to the prefix index.
     num_published: int = 0
+    # Leading blocks that are published and known to have the drafter's KV.
+    num_whole: int = 0
 
 
 class BlockTables:
@@ -68,11 +73,9 @@ class BlockTables:
         self._tables.add(table)
         return table
 
-    def match(
-        self, hashes: Sequence[BlockHash], others: Sequence[BlockHash] | None = None
-    ) -> list[int]:
-        """Blocks that hold the longest published prefix; not retained yet. See `PrefixIndex`."""
-        return self.index.match(hashes, others) if self.index is not None else []
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Blocks that hold the longest published prefix; not retained yet."""
+        return self.index.match(hashes) if self.index is not None else []
 
     def attach(self, table: BlockTable, block_ids: list[int]) -> None:
         """Start an empty table with blocks found by `match`."""
@@ -80,6 +83,7 @@ class BlockTables:
         self.pool.retain(block_ids)
         table.block_ids = list(block_ids)
         table.num_published = len(block_ids)
+        table.num_whole = self.num_whole(block_ids)
 
     def reserve(
         self, table: BlockTable, num_computed: int, num_new: int, num_lookahead: int
@@ -108,8 +112,8 @@ class BlockTables:
             self.pool.release(dropped)
 
     def publish(self, table: BlockTable, hashes: Sequence[BlockHash], num_positions: int) -> None:
-        """Make full blocks below `num_positions` findable. Their tokens must be confirmed and all
-        KV that a hit would rely on, the drafter's too, written."""
+        """Make full blocks below `num_positions` findable. Their tokens must be confirmed and the
+        target's KV written; so must the drafter's, where it could not be made later."""
         num_full = num_positions // self.block_size
         if self.index is None or num_full <= table.num_published:
             return
@@ -118,6 +122,19 @@ class BlockTables:
             if self.index.publish(hashes[i], table.block_ids[i], before):
                 self.pool.set_findable(table.block_ids[i])
         table.num_published = num_full
+
+    def mark_whole(self, table: BlockTable, num_positions: int) -> None:
+        """The drafter's KV is final below `num_positions`: a hit may rely on it."""
+        num_full = min(num_positions // self.block_size, table.num_published)
+        if self.index is None or num_full <= table.num_whole:
+            return
+        for block in table.block_ids[table.num_whole : num_full]:
+            self.index.mark_whole(block)
+        table.num_whole = num_full
+
+    def num_whole(self, block_ids: Sequence[int]) -> int:
+        """Leading blocks of a prefix hit that have the drafter's KV too."""
+        return self.index.num_whole(block_ids) if self.index is not None else 0
 
     def take_delta(self, table: BlockTable, slot: int) -> BlockDelta | None:
         """What the workers do not know yet of this table, once."""
@@ -141,7 +158,7 @@ class BlockTables:
         self.index.clear()
         self.pool.forget_content()
         for table in self._tables:
-            table.num_published = 0
+            table.num_published = table.num_whole = 0
 
     def check_integrity(self) -> None:
         """Assert pool states and that reference counts are those of the open tables."""

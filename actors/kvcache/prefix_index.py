@@ -2,12 +2,16 @@
 
 A block's hash covers its tokens and, through its parent's hash, everything before them, so equal
 hashes mean equal whole prefixes. Only full blocks of confirmed tokens are ever published.
+
+A published block has the target's KV. Where a drafter keeps KV in the same blocks, those that have
+its part too are marked *whole*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 from actors.steps.messages import Int32Array
 
@@ -15,13 +19,9 @@ BlockHash = bytes
 _DIGEST_BYTES = 16
 
 
-def root_hash(salt: str | None = None, *, target_only: bool = False) -> BlockHash:
-    """Parent of a sequence's first block. Sequences with different salts never share blocks.
-
-    `target_only`: of blocks in which the drafter's part may be missing.
-    """
-    person = b"paceline-target" if target_only else b"paceline"
-    return blake2b((salt or "").encode(), digest_size=_DIGEST_BYTES, person=person).digest()
+def root_hash(salt: str | None = None) -> BlockHash:
+    """Parent of a sequence's first block. Sequences with different salts never share blocks."""
+    return blake2b((salt or "").encode(), digest_size=_DIGEST_BYTES, person=b"paceline").digest()
 
 
 def chain_hash(parent: BlockHash, token_ids: Int32Array) -> BlockHash:
@@ -34,16 +34,14 @@ def extend_hashes(
     token_ids: Int32Array,
     block_size: int,
     lookahead: int = 0,
-    root: BlockHash | None = None,
+    salt: str | None = None,
 ) -> None:
     """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet.
-
-    `root`: the first block's parent; None: that of sequences without a salt.
 
     With `lookahead` a block's hash also covers that many tokens after the block, and is made once
     they are known: for drafters whose KV in the block depends on them.
     """
-    parent = hashes[-1] if hashes else (root or root_hash())
+    parent = hashes[-1] if hashes else root_hash(salt)
     for i in range(len(hashes), max(len(token_ids) - lookahead, 0) // block_size):
         parent = chain_hash(parent, token_ids[i * block_size : (i + 1) * block_size + lookahead])
         hashes.append(parent)
@@ -67,19 +65,17 @@ class PrefixIndex:
         self._num_published = 0
         self._number_of: dict[int, int] = {}
         self._before: dict[int, int] = {}
+        self._whole: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def match(
-        self, hashes: Sequence[BlockHash], others: Sequence[BlockHash] | None = None
-    ) -> list[int]:
-        """Block ids of the longest published prefix of `hashes`, in which each block may also be
-        published by the name that it has in `others`."""
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Block ids of the longest published prefix of `hashes`."""
         blocks: list[int] = []
         number = 0
-        for block_hash, other in zip(hashes, others or hashes, strict=False):
-            block = self._block_of.get(block_hash, self._block_of.get(other))
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
             if block is None or (self._is_linked and self._before[block] != number):
                 break
             blocks.append(block)
@@ -101,11 +97,22 @@ class PrefixIndex:
         self._number_of[block_id] = self._num_published
         return True
 
+    def mark_whole(self, block_id: int) -> None:
+        """The drafter's KV of this block, if it is published, is written too."""
+        if block_id in self._hash_of:
+            self._whole.add(block_id)
+
+    def num_whole(self, block_ids: Sequence[int]) -> int:
+        """Leading blocks that are whole."""
+        return sum(1 for _ in takewhile(self._whole.__contains__, block_ids))
+
     def forget(self, block_id: int) -> None:
         """The block gets other content."""
+        self._whole.discard(block_id)
         del self._block_of[self._hash_of.pop(block_id)]
         del self._number_of[block_id], self._before[block_id]
 
     def clear(self) -> None:
         for table in (self._block_of, self._hash_of, self._number_of, self._before):
             table.clear()
+        self._whole.clear()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from actors.checks import check_prompt, check_sampling
 from actors.errors import InvalidRequest
 from actors.requests import GenerateRequest
-from actors.verifier.detokenize import TextStream, detokenizer_of
+from actors.verifier.detokenize import TextStream, TokenText
 from actors.verifier.finish import FinishRules
 from actors.verifier.limits import EngineLimits
 
 
 def admit(
-    params: GenerateRequest, limits: EngineLimits, tokenizer: object | None
+    params: GenerateRequest, limits: EngineLimits, tokens: TokenText | None
 ) -> tuple[FinishRules, TextStream | None]:
     """The request's rules for ending and its output text, if this replica can serve it.
 
@@ -40,8 +40,8 @@ def admit(
         include_stop_in_text=params.include_stop_str_in_output,
     )
     text = None
-    if tokenizer is not None:
-        detokenizer = detokenizer_of(tokenizer, params)
+    if tokens is not None:
+        detokenizer = tokens.decoder_of(params)
         text = TextStream(detokenizer, params.stop, params.include_stop_str_in_output)
     elif params.stop:
         raise InvalidRequest("stop strings need a tokenizer; this server has none", param="stop")

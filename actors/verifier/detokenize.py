@@ -5,8 +5,8 @@ Both work token by token inside, so the text does not depend on how tokens are g
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 from actors.requests import GenerateRequest
@@ -21,17 +21,26 @@ class _Backend(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
-def _backend_of(tokenizer: object) -> _Backend:
-    """The Rust tokenizer of a Hugging Face fast tokenizer, or the object itself."""
-    return cast(_Backend, getattr(tokenizer, "backend_tokenizer", tokenizer))
+class TokenText:
+    """What an engine's requests share of its tokenizer, read once: a tokenizer may have thousands
+    of added tokens.
 
+    Args:
+        tokenizer: A `transformers` fast tokenizer or a `tokenizers.Tokenizer`.
+    """
 
-@lru_cache(maxsize=8)  # tokenizers: a vocabulary can have thousands of added tokens
-def _special_ids(backend: Hashable) -> frozenset[int]:
-    added = getattr(backend, "get_added_tokens_decoder", None)
-    if added is None:
-        return frozenset()
-    return frozenset(i for i, token in added().items() if token.special)
+    def __init__(self, tokenizer: object) -> None:
+        # A Hugging Face fast tokenizer is a shell around a Rust one.
+        self.backend = cast(_Backend, getattr(tokenizer, "backend_tokenizer", tokenizer))
+        added = getattr(self.backend, "get_added_tokens_decoder", None)
+        tokens = {} if added is None else added()
+        self.special_ids = frozenset(i for i, token in tokens.items() if token.special)
+
+    def decoder_of(self, request: GenerateRequest) -> Detokenizer:
+        """The decoder of a request's output, which may go on from output that is in its prompt."""
+        prompt, num_prior = request.prompt_token_ids, request.num_prior_output_tokens
+        prior = prompt[len(prompt) - num_prior :]
+        return Detokenizer(self, request.skip_special_tokens, prior)
 
 
 class Detokenizer:
@@ -41,19 +50,17 @@ class Detokenizer:
     character is held back until it is complete or `flush` is called.
 
     Args:
-        tokenizer: A `transformers` fast tokenizer or a `tokenizers.Tokenizer`.
+        tokens: The engine's.
         skip_special_tokens: Leave special tokens out of the text.
         context: Tokens of the same text that come before, whose own text is out already.
     """
 
     def __init__(
-        self, tokenizer: object, skip_special_tokens: bool, context: Sequence[int] = ()
+        self, tokens: TokenText, skip_special_tokens: bool, context: Sequence[int] = ()
     ) -> None:
-        self._backend = _backend_of(tokenizer)
+        self._backend = tokens.backend
         self._skip = skip_special_tokens
-        self._skipped_ids = (
-            _special_ids(cast(Hashable, self._backend)) if skip_special_tokens else frozenset()
-        )
+        self._skipped_ids = tokens.special_ids if skip_special_tokens else frozenset()
         # Tokens whose text is out already but which the decoder needs as left context (spaces
         # between words belong to pairs of tokens), then those still to come out.
         self._ids: list[int] = []
@@ -105,14 +112,6 @@ class Detokenizer:
         return new
 
 
-def detokenizer_of(tokenizer: object, request: GenerateRequest) -> Detokenizer:
-    """The decoder of a request's output, which may go on from output that is in its prompt."""
-    num_prior = request.num_prior_output_tokens
-    prompt = request.prompt_token_ids
-    prior = prompt[len(prompt) - num_prior :]
-    return Detokenizer(tokenizer, request.skip_special_tokens, prior)
-
-
 class StopMatch(NamedTuple):
     """Text up to the stop (with it, if included) that was not out yet, and which stop it was."""
 
@@ -121,81 +120,96 @@ class StopMatch(NamedTuple):
 
 
 class _Stop:
-    """One stop string in a text that arrives in pieces: Knuth, Morris and Pratt, so that each
-    character costs the same however long the string is."""
+    """How much of one stop string the text so far ends with (Knuth, Morris, Pratt).
 
-    __slots__ = ("_borders", "_text", "num_matched")
+    `matched` is the longest proper beginning of `stop` that the text ends with, in characters.
+    """
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self.num_matched = 0  # the longest beginning of the stop string that the text ends with
-        # Longest border of each beginning, by its length - 1, as far as they were needed.
-        self._borders = [0]
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        # Of each beginning of `stop`, its longest proper end that is a beginning too. Worked out
+        # as far as the text has ever matched, so a long stop string costs nothing by itself.
+        self._borders = [0, 0]
 
-    def advance(self, text: str) -> int | None:
-        """Take `text` in. Where in it the stop string ends first, if it does."""
-        stop, matched = self._text, self.num_matched
-        end: int | None = None
-        at, size = 0, len(text)
-        while at < size:
-            if matched == 0:
+    def advance(self, text: str) -> int:
+        """Take `text` in. Number of its characters up to the first end of `stop`; 0: none."""
+        stop, borders, matched, found = self.stop, self._borders, self.matched, 0
+        at = 0
+        while at < len(text):
+            if not matched:
                 at = text.find(stop[0], at)
                 if at < 0:
                     break
-            else:
-                while matched and stop[matched] != text[at]:
-                    matched = self._border(matched)
-            matched += stop[matched] == text[at]
+            elif text[at] != stop[matched]:
+                matched = borders[matched]
+                continue
             at += 1
+            matched += 1
+            if matched == len(borders):
+                borders.append(self._border_after(matched - 1))
             if matched == len(stop):
-                end = at if end is None else end
-                matched = self._border(matched)
-        self.num_matched = matched
-        return end
+                found = found or at
+                matched = borders[matched]
+        self.matched = matched
+        return found
 
-    def _border(self, length: int) -> int:
-        """Length of the longest border of the first `length` characters."""
-        stop, borders = self._text, self._borders
-        while len(borders) < length:
-            border, last = borders[-1], stop[len(borders)]
-            while border and stop[border] != last:
-                border = borders[border - 1]
-            borders.append(border + (stop[border] == last))
-        return borders[length - 1]
+    def _border_after(self, length: int) -> int:
+        """Border of the beginning of `length + 1` characters; those up to `length` are known."""
+        stop, border = self.stop, self._borders[length]
+        while border and stop[border] != stop[length]:
+            border = self._borders[border]
+        return border + (stop[border] == stop[length])
 
 
 class StopStrings:
-    """Finds stop strings in a text that arrives in pieces.
+    """Finds stop strings in a text that arrives in pieces, in time linear in the text.
 
     Text that could still become a stop string is held back. A stop string that was complete
     while `enabled` was False is passed over for good.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool) -> None:
-        self._stops = [(_Stop(stop), stop) for stop in stops]
+        self._stops = tuple(map(_Stop, stops))
         self._include = include_in_output
-        self._held = ""
+        self._held: deque[str] = deque()
+        self._num_held = 0  # characters
 
     def push(self, text: str, enabled: bool = True) -> str | StopMatch:
         """Text that may go out, or the match that `text` completed (the earliest to start)."""
-        first: tuple[int, str] | None = None
-        for state, stop in self._stops:
-            end = state.advance(text)
-            if end is not None and enabled:
-                start = len(self._held) + end - len(stop)
-                first = min(first or (start, stop), (start, stop), key=lambda found: found[0])
-        out = self._held + text
-        if first is not None:
-            start, stop = first
-            return StopMatch(out[: start + len(stop) if self._include else start], stop)
-        num_held = max((state.num_matched for state, _ in self._stops), default=0)
-        self._held = out[len(out) - num_held :]
-        return out[: len(out) - num_held]
+        if not text:
+            return ""
+        match: tuple[int, int, str] | None = None  # start and end, in characters of `text`
+        num_possible = 0
+        for stop in self._stops:
+            end = stop.advance(text)
+            num_possible = max(num_possible, stop.matched)
+            start = end - len(stop.stop)
+            if end and enabled and (match is None or start < match[0]):
+                match = (start, end, stop.stop)
+        num_held = self._num_held
+        self._held.append(text)
+        self._num_held += len(text)
+        if match is not None:
+            start, end, found = match
+            return StopMatch(self._release(num_held + (end if self._include else start)), found)
+        return self._release(self._num_held - num_possible)
 
     def flush(self) -> str:
         """What is still held back: no stop string was completed."""
-        held, self._held = self._held, ""
-        return held
+        return self._release(self._num_held)
+
+    def _release(self, num_characters: int) -> str:
+        out: list[str] = []
+        self._num_held -= num_characters
+        while num_characters:
+            piece = self._held.popleft()
+            if len(piece) > num_characters:
+                self._held.appendleft(piece[num_characters:])
+                piece = piece[:num_characters]
+            out.append(piece)
+            num_characters -= len(piece)
+        return "".join(out)
 
 
 class TextStream:

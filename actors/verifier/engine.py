@@ -12,12 +12,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from actors.acceptance.base import AcceptanceMethod
-from actors.errors import EngineDead, InvalidRequest, QueueFull, RequestLost
+from actors.errors import EngineDead, EngineStopped, InvalidRequest, QueueFull, RequestLost
 from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats, Snapshot
 from actors.steps.patience import StepPatience
 from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
 from actors.verifier.admission import admit
+from actors.verifier.detokenize import TokenText
 from actors.verifier.limits import EngineLimits
 from actors.verifier.loop import StepLoop
 from actors.verifier.request import Request, Sink
@@ -80,7 +81,7 @@ class VerifierEngine:
         self.limits = limits
         self.stats = EngineStats()
         self._client = client
-        self._tokenizer = tokenizer
+        self._tokens = None if tokenizer is None else TokenText(tokenizer)
         self._gang = gang
         self._loop = StepLoop(
             limits,
@@ -120,7 +121,7 @@ class VerifierEngine:
             EngineDead: the replica failed or was stopped.
         """
         arrival_s = time.monotonic()
-        rules, text = admit(params, self.limits, self._tokenizer)
+        rules, text = admit(params, self.limits, self._tokens)
         with self._wake:
             self._check_open(params)
             self._num_arrivals += 1
@@ -162,7 +163,8 @@ class VerifierEngine:
         Leaving early aborts the request.
 
         Raises:
-            RequestLost: the replica failed or was stopped; the request is not at fault.
+            RequestLost: the replica failed.
+            EngineStopped: the replica was stopped; the request is not at fault.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[RunOutput] = asyncio.Queue()
@@ -174,7 +176,7 @@ class VerifierEngine:
                 out = await queue.get()
                 finished = out.finish_reason is not None
                 if out.error is not None and self._is_stopping:
-                    raise RequestLost(out.error)
+                    raise (EngineStopped if self._error is None else RequestLost)(out.error)
                 yield out
         finally:
             if not finished:

@@ -27,9 +27,10 @@ class FinishRules:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     include_stop_in_text: bool = False
-    ending_ids: frozenset[int] = field(init=False)  # both together: asked in every step
+    ending_ids: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Once: there may be as many stop ids as the vocabulary has.
         object.__setattr__(self, "ending_ids", self.eos_token_ids | self.stop_token_ids)
 
 

@@ -75,8 +75,7 @@ class Request:
     `number` orders requests by arrival and is the key of drafter state. `num_computed_tokens` is
     the number of leading positions with valid target KV, `draft_len` that with final entries of a
     drafter that keeps KV; the newest token has neither. `drafts` are unverified and never part of
-    `token_ids`. `block_hashes`: of blocks with the drafter's part, where it keeps one;
-    `target_hashes`: of blocks whose target part alone is right.
+    `token_ids`.
     """
 
     __slots__ = (
@@ -100,7 +99,6 @@ class Request:
         "slot",
         "status",
         "table",
-        "target_hashes",
         "text",
     )
 
@@ -133,7 +131,6 @@ class Request:
         self.slot = -1
         self.table: BlockTable | None = None
         self.block_hashes: list[BlockHash] = []
-        self.target_hashes: list[BlockHash] = []
         self.num_cached_tokens: int | None = None  # prefix hit of the first admission
         self.counts = SpeculationCounts()
         self.arrival_s = arrival_s
@@ -160,6 +157,11 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Known tokens without target KV: 1 while decoding, more before a prefill is done."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def speculates(self) -> bool:
+        """False: this request never drafts, by its own wish."""
+        return self.params.speculation_enabled and self.params.num_speculative_tokens != 0
 
     def append(self, token_ids: list[int]) -> None:
         end = self.num_tokens + len(token_ids)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
 from actors.kvcache.block_table import BlockTables
-from actors.kvcache.prefix_index import extend_hashes, root_hash
+from actors.kvcache.prefix_index import extend_hashes
 from actors.stats import EngineStats
 from actors.steps.messages import (
     BlockDelta,
@@ -27,8 +26,10 @@ from actors.steps.messages import (
 from actors.verifier.limits import EngineLimits
 from actors.verifier.request import NO_DRAFTS, Request, RequestStatus
 
-# While the batch allows no drafts, a drafter of its own KV may lag so many tokens behind.
-_MAX_LAG: Final = 32
+# While the batch is too large to speculate, a separate draft model runs in one of so many steps
+# and takes all that came in between: a forward of some more rows costs it about the same. A later
+# return to K > 0 then has at most as many tokens of each decoding request to catch up.
+FEED_INTERVAL = 32
 
 
 @dataclass(slots=True)
@@ -91,11 +92,10 @@ class Scheduler:
         # Of the data-parallel ranks together: the largest batch of the next step; None when they
         # do not agree and all use the static K.
         self.group_batch: int | None = 0
-        # Of the step being planned: a drafter with KV of its own is fed what it lacks.
-        self._catches_up = True
         # Whether a drafter computes in the steps. False from its loss until it is rebuilt.
         self.has_drafter = self._law.arrives_in_step
         self.draft_generation = 0
+        self._num_unfed_steps = 0  # since the drafter last ran
 
     # --- queues -----------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Scheduler:
         One less than what may still be emitted (the end of the context is part of that): the
         extra token is always there.
         """
-        if not self._may_draft(request):
+        if not (self._law.proposes and self._server_speculates and request.speculates):
             return 0
         p = request.params
         k = min(num_for_batch, request.rules.max_tokens - request.num_output_tokens - 1)
@@ -178,15 +178,9 @@ class Scheduler:
             k = min(k, self.max_speculative_tokens)
         return max(k, 0)
 
-    def _may_draft(self, request: Request) -> bool:
-        """Whether drafts of this request are allowed at all, in some step or other."""
-        return (
-            self._law.proposes
-            and self.speculation_enabled
-            and self.max_speculative_tokens != 0
-            and request.params.speculation_enabled
-            and request.params.num_speculative_tokens != 0
-        )
+    @property
+    def _server_speculates(self) -> bool:
+        return self.speculation_enabled and self.max_speculative_tokens != 0
 
     def next_batch(self) -> int:
         """As many requests as the next step will probably run."""
@@ -210,9 +204,8 @@ class Scheduler:
         """The next step, blocks reserved; None when nothing can run."""
         if not (self.running or self.waiting):
             return None
-        budget = _Budget(self._limits.max_num_batched_tokens, self._limits.max_num_batched_tokens)
         num_for_batch = self.num_drafts_for_batch()
-        self._catches_up = num_for_batch > 0 or self._lags()
+        budget = _Budget(self._limits.max_num_batched_tokens, self._num_draft_rows(num_for_batch))
         scheduled: list[ScheduledRequest] = []
         num_preempted = 0
         i = 0
@@ -235,7 +228,9 @@ class Scheduler:
         if not scheduled:
             return None
         self._step += 1
-        return ScheduledStep(self._plan(generation, scheduled, admissions), scheduled)
+        plan = self._plan(generation, scheduled, admissions)
+        self._num_unfed_steps = 0 if plan.draft else self._num_unfed_steps + 1
+        return ScheduledStep(plan, scheduled)
 
     def dummy_plan(self, generation: int = 0) -> StepPlan:
         """A step without requests that has the one target forward of every step.
@@ -267,15 +262,14 @@ class Scheduler:
             request, end, request.num_tokens, has_logits=end == request.num_tokens
         )
         k = 0
-        is_decoding = num_new == request.num_pending_tokens == 1 and request.num_output_tokens > 0
-        if is_decoding:
+        if num_new == request.num_pending_tokens == 1 and request.num_output_tokens > 0:
             k = min(self.num_drafts_allowed(request, num_for_batch), spare - 1)
         if not self._law.arrives_in_step:
             k = min(k, len(request.drafts))
         elif not self.has_drafter:
             k = 0
         elif self._law.keeps_kv:
-            k = self._feed_drafter(part, k, budget, is_decoding)
+            k = self._feed_drafter(part, k, budget)
         part.num_drafts = max(k, 0)
 
         lookahead = max(self._law.num_lookahead_tokens - 1 - part.num_drafts, 0)
@@ -292,19 +286,18 @@ class Scheduler:
             budget.draft -= self._law.num_extra_rows
         return part
 
-    def _feed_drafter(
-        self, part: ScheduledRequest, k: int, budget: _Budget, is_decoding: bool
-    ) -> int:
+    def _feed_drafter(self, part: ScheduledRequest, k: int, budget: _Budget) -> int:
         """Decide what is fed to a drafter with KV of its own; K drafts that are possible then.
 
         A drafter that reads the target's states gets them all: they pass by only once, in the
-        step that computes them. Others may lag behind and catch up, but draft only once they have.
+        step that computes them. Others may lag behind and catch up, but draft only once they have;
+        nothing is fed for a request that never drafts.
         """
         request, law = part.request, self._law
         wanted = law.feed_end(part.num_known)
         if law.reads_target_states:
             end = min(part.end, wanted)
-        elif self._may_draft(request) and (not is_decoding or self._catches_up):
+        elif request.speculates:
             end = min(part.end, wanted, request.draft_len + max(budget.draft, 0))
         else:
             end = request.draft_len
@@ -313,19 +306,18 @@ class Scheduler:
         num_rows = max(end - request.draft_len, 0) + law.num_extra_rows
         return k if end >= wanted and num_rows <= budget.draft else 0
 
-    def _lags(self) -> bool:
-        """Whether a drafter that the batch leaves without work has to be fed all the same.
+    def _num_draft_rows(self, num_for_batch: int) -> int:
+        """Rows that a drafter which may lag behind can be fed in the next step.
 
-        Drafts come back when the batch is smaller: to feed it in every step until then would cost
-        its forward each time, never to feed it a pause when they come back. So it is fed now and
-        then, all requests in the same step. One whose drafts are switched off is not fed at all.
+        None while the server has speculation off: a catch-up once it is on again costs less than
+        a forward a step. Where only the batch is too large, it may soon be small enough again, so
+        the drafter stays near, in a forward every `FEED_INTERVAL` steps.
         """
-        if not self._keeps_drafter_kv or self._law.reads_target_states:
-            return False
-        return any(
-            request.num_tokens - request.draft_len > _MAX_LAG and self._may_draft(request)
-            for request in self.running
-        )
+        if not self._server_speculates:
+            return 0
+        if num_for_batch == 0 and self._num_unfed_steps + 1 < FEED_INTERVAL:
+            return 0
+        return self._limits.max_num_batched_tokens
 
     def _admit(
         self, scheduled: list[ScheduledRequest], admissions: list[SlotParams], budget: _Budget
@@ -334,7 +326,7 @@ class Scheduler:
         self._admission_blocked = False
         while self.waiting and len(self.running) < limits.max_num_seqs and budget.target > 0:
             request = self.waiting[0]
-            hit, num_whole = self._find_prefix(request)
+            hit = self._find_prefix(request)
             num_hit = len(hit) * limits.block_size
             pending = request.num_tokens - num_hit
             # Without chunking a prefill waits for a step with room for all of it. One that can
@@ -355,7 +347,9 @@ class Scheduler:
             request.table = tables.open()
             tables.attach(request.table, hit)
             request.num_computed_tokens = num_hit
-            request.draft_len = num_whole * limits.block_size if self._keeps_drafter_kv else 0
+            # The drafter may have less of a hit than the target: it catches up.
+            num_whole = tables.num_whole(hit) if self._keeps_drafter_kv else 0
+            request.draft_len = num_whole * limits.block_size
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_hit
                 self._stats.num_prompt_tokens += request.prompt_len
@@ -372,11 +366,11 @@ class Scheduler:
     def _keeps_drafter_kv(self) -> bool:
         return self._law.keeps_kv and self.has_drafter
 
-    def _find_prefix(self, request: Request) -> tuple[list[int], int]:
-        """Cached blocks of the request's known tokens, and how many of them have the drafter's
-        part too. The last token is always recomputed: its logits are needed."""
+    def _find_prefix(self, request: Request) -> list[int]:
+        """Cached blocks of the request's known tokens; the last token is always recomputed, its
+        logits are needed."""
         if not self._limits.enable_prefix_caching:
-            return [], 0
+            return []
         block_size = self._limits.block_size
         self._hash_blocks(request)
         num_usable = (request.num_tokens - 1) // block_size
@@ -385,29 +379,16 @@ class Scheduler:
             # What the drafter kept at the end depends on tokens that may differ here.
             num_dropped = -(-self._law.num_next_tokens // block_size)
             del hit[max(len(hit) - num_dropped, 0) :]
-        num_whole = len(hit)
-        if self._is_plain(request):
-            hashes = request.block_hashes[:num_usable]
-            hit = self.tables.match(hashes, request.target_hashes[:num_usable])
-        return hit, num_whole
-
-    def _is_plain(self, request: Request) -> bool:
-        """Whether the request needs the target's part of its blocks only: those of a drafter that
-        is not fed. Such blocks have hashes of their own; who drafts does not find them."""
-        return (
-            self._law.keeps_kv
-            and not self._law.reads_target_states
-            and not self._may_draft(request)
-        )
+        return hit
 
     def _hash_blocks(self, request: Request) -> None:
-        tokens, block_size = request.token_ids, self._limits.block_size
-        salt = request.params.cache_salt
-        lookahead = self._law.num_hash_lookahead_tokens
-        extend_hashes(request.block_hashes, tokens, block_size, lookahead, root_hash(salt))
-        if self._is_plain(request):
-            root = root_hash(salt, target_only=True)
-            extend_hashes(request.target_hashes, tokens, block_size, root=root)
+        extend_hashes(
+            request.block_hashes,
+            request.token_ids,
+            self._limits.block_size,
+            self._law.num_hash_lookahead_tokens,
+            request.params.cache_salt,
+        )
 
     def _plan(
         self, generation: int, scheduled: list[ScheduledRequest], admissions: list[SlotParams]
@@ -479,26 +460,18 @@ class Scheduler:
                 if law.kv_survives_drafting:
                     whole += max(num_real_drafts - 1, 0)
                 request.draft_len = max(request.draft_len, min(whole, num_computed))
-            valid = min(num_computed, request.draft_len)
+            if law.reads_target_states:
+                # The states have passed by: it could never catch up on a hit.
+                valid = min(num_computed, request.draft_len)
         self.tables.commit(request.table, num_computed)
-        if self._limits.enable_prefix_caching:
-            self._publish(request, valid)
+        block_size = self._limits.block_size
+        if self._limits.enable_prefix_caching and valid // block_size > request.table.num_published:
+            self._hash_blocks(request)
+            valid = min(valid, len(request.block_hashes) * block_size)
+            self.tables.publish(request.table, request.block_hashes, valid)
+        if self._keeps_drafter_kv:
+            self.tables.mark_whole(request.table, request.draft_len)
         request.drop_drafts()
-
-    def _publish(self, request: Request, num_whole: int) -> None:
-        """Make the request's full blocks findable: below `num_whole` as whole ones, the rest, of a
-        drafter that is not fed, as the target's."""
-        assert request.table is not None
-        block_size, tables = self._limits.block_size, self.tables
-        is_plain = self._is_plain(request)
-        end = request.num_computed_tokens if is_plain else num_whole
-        if end // block_size <= request.table.num_published:
-            return
-        self._hash_blocks(request)
-        whole = min(num_whole, len(request.block_hashes) * block_size)
-        tables.publish(request.table, request.block_hashes, whole)
-        if is_plain:
-            tables.publish(request.table, request.target_hashes, end)
 
     def check_idle(self) -> None:
         """Assert that an idle replica holds nothing."""

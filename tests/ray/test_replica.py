@@ -19,6 +19,7 @@ from actors.errors import LoadError, RequestLost
 from actors.requests import GenerateRequest, RunOutput
 from actors.startup.in_process import build_in_process
 from actors.startup.launch import Replica
+from deploy.failures import is_intended
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
 from tests.unit.parallel import toy
@@ -93,7 +94,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize("placement", ["colocated", "dedicated", "with the target"])
@@ -220,3 +224,26 @@ def test_a_process_that_hangs_is_found_within_the_limit_of_a_step(
         replica.stop()
     wait_until(lambda: all(gone(pid) for pid in pids.values()))
     wait_until(lambda: ray.available_resources().get("GPU") == 4)
+
+
+def test_ray_says_who_ended_an_actor() -> None:
+    """A replica that Serve ends is no request's fault; one that died may be."""
+
+    class Sleeper:
+        def pid(self) -> int:
+            return os.getpid()
+
+        def sleep(self) -> None:
+            time.sleep(100)
+
+    for ends_it, intended in ((ray.kill, True), (None, False)):
+        actor: Any = ray.remote(Sleeper).options(num_cpus=0, max_concurrency=2).remote()
+        pid = ray.get(actor.pid.remote())
+        sleeping = actor.sleep.remote()
+        if ends_it is not None:
+            ends_it(actor)
+        else:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ray.exceptions.RayActorError) as lost:
+            ray.get(sleeping, timeout=60)
+        assert is_intended(lost.value) == intended

@@ -3,15 +3,18 @@
 Of the suffixes with `min_n` to `max_n` tokens that occurred before, the longest wins; among its
 occurrences the earliest. Drafts never run past the known tokens.
 
-Each request keeps a hash of the `min_n` tokens before every position. Places where the shortest
-suffix occurred are found by comparing hashes, all at once, and narrowed down to the longest match
-token by token: no map of n-grams, so the cost does not grow with the window in memory, and a
-prompt is hashed once, outside the step.
+Each request keeps running sums of its tokens, each times a power of its position, so the hash of
+any window is a difference of two sums. Places where the shortest suffix occurred are found by
+comparing hashes, all at once; the longest match among them by bisection, since what matches n
+tokens matches fewer. So neither a wide window nor a text that repeats itself makes a step slow, and
+a prompt is hashed once, outside the step. Equal hashes are taken for equal tokens: were that ever
+wrong, a draft would be, and the target checks drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +23,10 @@ from actors.steps.messages import Int32Array
 from actors.steps.protocols import LookupDrafter
 from specconfig.engine import EngineConfig
 
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_PART = 1024
+_FACTOR = 0x9E3779B97F4A7C15
+_INVERSE = pow(_FACTOR, -1, 1 << 64)
+_Hashes = npt.NDArray[np.uint64]
+_Ends = npt.NDArray[np.intp]
 
 
 class NgramDrafter(LookupDrafter):
@@ -37,7 +42,7 @@ class NgramDrafter(LookupDrafter):
             raise ValueError(f"min_n={min_n}, max_n={max_n}: needs 1 <= min_n <= max_n")
         self.min_n = min_n
         self.max_n = max_n
-        self._hashes: dict[int, _SuffixHashes] = {}
+        self._hashes: dict[int, _WindowHashes] = {}
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> NgramDrafter:
@@ -51,16 +56,16 @@ class NgramDrafter(LookupDrafter):
         return len(self._hashes)
 
     def begin(self, key: int, prompt_token_ids: Int32Array, scope: str | None) -> None:
-        self._hashes[key] = _SuffixHashes(self.min_n, prompt_token_ids)
+        self._hashes[key] = _WindowHashes(self.min_n, prompt_token_ids)
 
     def propose(self, key: int, token_ids: Int32Array, max_drafts: int) -> Sequence[int]:
         num_tokens = len(token_ids)
         hashes = self._hashes.get(key)
         if hashes is None:
-            hashes = self._hashes[key] = _SuffixHashes(self.min_n, token_ids)
+            hashes = self._hashes[key] = _WindowHashes(self.min_n, token_ids)
         else:
             hashes.extend(token_ids)
-        end = _best_end(token_ids, hashes.earlier_ends(), self.min_n, self.max_n)
+        end = hashes.best_end(self.max_n)
         drafts: list[int] = token_ids[end : min(end + max_drafts, num_tokens)].tolist()
         return drafts if end else ()
 
@@ -68,55 +73,75 @@ class NgramDrafter(LookupDrafter):
         self._hashes.pop(key, None)
 
 
-class _SuffixHashes:
-    """Hash of the `width` tokens that end at each position of one request."""
+@lru_cache(maxsize=32)
+def _powers(num: int, factor: int) -> _Hashes:
+    """Powers 0 to `num` of `factor`, modulo 2 ** 64."""
+    factors = np.full(num + 1, factor, dtype=np.uint64)
+    factors[0] = 1
+    return np.multiply.accumulate(factors)
 
-    def __init__(self, width: int, token_ids: Int32Array) -> None:
-        self._width = width
+
+class _WindowHashes:
+    """Hashes of the windows of one request's tokens; an `end` is the number of tokens up to it.
+
+    `_sums[end]` is the sum of token times power over the tokens before `end`, `_shortest[end]` the
+    hash of the `min_n` tokens before it.
+    """
+
+    def __init__(self, min_n: int, token_ids: Int32Array) -> None:
+        self._min_n = min_n
         self._num_tokens = 0
-        self._buffer = np.empty(2 * len(token_ids) + 64, dtype=np.uint64)
+        self._sums: _Hashes = np.zeros(1, dtype=np.uint64)
+        self._shortest: _Hashes = np.zeros(1, dtype=np.uint64)
         self.extend(token_ids)
+
+    def _grow(self, num_tokens: int) -> None:
+        # A power of two: requests share the tables of powers.
+        size = 1 << (num_tokens + 64).bit_length()
+        more = np.zeros(size + 1 - len(self._sums), dtype=np.uint64)
+        self._sums = np.concatenate((self._sums, more))
+        self._shortest = np.concatenate((self._shortest, more))
+        self._powers, self._inverses = _powers(size, _FACTOR), _powers(size, _INVERSE)
 
     def extend(self, token_ids: Int32Array) -> None:
         """Take in all of `token_ids`; those known already are not looked at again."""
         old, new = self._num_tokens, len(token_ids)
-        if new > len(self._buffer):
-            self._buffer = np.resize(self._buffer, 2 * new)
-        first = max(old - self._width + 1, 0)
-        tokens = token_ids[first:].astype(np.uint64) + np.uint64(1)
-        # Of the first places, with fewer tokens before them, nothing is asked.
-        mixed = np.zeros(len(tokens), dtype=np.uint64)
-        for back in range(self._width):
-            mixed *= _FACTOR
-            mixed[back:] += tokens[: len(tokens) - back]
-        self._buffer[old:new] = mixed[old - first :]
+        if new >= len(self._sums):
+            self._grow(new)
+        sums, width = self._sums, self._min_n
+        terms = token_ids[old:].astype(np.uint64) * self._powers[old:new]
+        np.cumsum(terms, out=sums[old + 1 : new + 1])
+        sums[old + 1 : new + 1] += sums[old]
+        first = max(old + 1, width)
+        if first <= new:
+            window = sums[first : new + 1] - sums[first - width : new + 1 - width]
+            self._shortest[first : new + 1] = window * self._inverses[first : new + 1]
         self._num_tokens = new
 
-    def earlier_ends(self) -> npt.NDArray[np.intp]:
-        """Places, ascending, up to which tokens hash as the last `width` do; the end left out."""
-        last = self._num_tokens - 1
-        if last < self._width:
-            return np.empty(0, dtype=np.intp)
-        same = self._buffer[self._width - 1 : last] == self._buffer[last]
-        return np.flatnonzero(same) + self._width
+    def best_end(self, max_n: int) -> int:
+        """First end, before the last, of the longest suffix that occurs there, of `min_n` to
+        `max_n` tokens; 0: none does."""
+        last, width = self._num_tokens, self._min_n
+        if last <= width:
+            return 0
+        ends = np.flatnonzero(self._shortest[width:last] == self._shortest[last]) + width
+        longest, too_long = width, min(max_n, last - 1) + 1
+        n = too_long - 1  # first: where a text repeats itself it is the answer
+        while len(ends) and longest + 1 < too_long:
+            found = self._matching(ends, n)
+            if len(found):
+                ends, longest = found, n
+            else:
+                too_long = n
+            n = (longest + too_long) // 2
+        return int(ends[0]) if len(ends) else 0
 
+    def _matching(self, ends: _Ends, n: int) -> _Ends:
+        """Those of `ends`, ascending, before which the last `n` tokens stand."""
+        ends = ends[np.searchsorted(ends, n) :]
+        last = np.array([self._num_tokens])
+        matching: _Ends = ends[self._hash(ends, n) == self._hash(last, n)]
+        return matching
 
-def _best_end(token_ids: Int32Array, ends: npt.NDArray[np.intp], min_n: int, max_n: int) -> int:
-    """First of `ends` before which the longest suffix stands, of `min_n` to `max_n` tokens; 0:
-    none does."""
-    best = 0
-    longest = min_n - 1
-    limit = min(max_n, len(token_ids) - 1)
-    # In parts: where a text repeats itself, one of the first places is as good as any can be.
-    for first in range(0, len(ends), _PART):
-        part = ends[first : first + _PART]
-        for back in range(1, limit + 1):
-            part = part[part >= back]
-            part = part[token_ids[part - back] == token_ids[-back]]
-            if len(part) == 0:
-                break
-            if back > longest:
-                longest, best = back, int(part[0])
-        if longest == limit:
-            break
-    return best
+    def _hash(self, ends: _Ends, n: int) -> _Hashes:
+        return (self._sums[ends] - self._sums[ends - n]) * self._inverses[ends]

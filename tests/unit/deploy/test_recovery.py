@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from actors.errors import EngineDead, InvalidRequest, QueueFull, RequestLost
+from actors.errors import EngineDead, EngineStopped, InvalidRequest, QueueFull, RequestLost
 from actors.requests import FinishReason, GenerateRequest, RunOutput
 from deploy.failures import RequestAborted
 from deploy.recovery import RecoveryPolicy, generate_with_recovery
@@ -176,6 +176,25 @@ def test_an_engines_own_word_counts_without_an_acknowledgment(text: TextProcesso
     assert isinstance(answer, RequestAborted) and engines.deaths == 2
     engines, answer = asyncio.run(go(ActorDiedError()))
     assert isinstance(answer, EngineDead), "nobody took it: bounded by patience"
+
+
+class KilledByServe(ActorDiedError):
+    def __str__(self) -> str:  # as Ray says it: tests/ray/test_replica.py
+        return "The actor is dead because it was killed by `ray.kill`."
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [EngineStopped("the engine was stopped"), KilledByServe()],
+)
+def test_an_engine_that_was_ended_on_purpose_is_charged_to_nobody(
+    text: TextProcessor, loss: Exception
+) -> None:
+    async def go() -> str | Exception:
+        return await Engines(loss).ask("poison", text)
+
+    answer = asyncio.run(go())
+    assert isinstance(answer, EngineDead) and "7 lost engines" in str(answer)
 
 
 def test_a_stream_outlives_many_engines_while_it_gets_on(text: TextProcessor) -> None:

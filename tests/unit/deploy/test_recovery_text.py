@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.requests import GenerateRequest, RunOutput
 from actors.verifier.admission import admit
+from actors.verifier.detokenize import TokenText
 from actors.verifier.finish import decode_run, end_run
 from deploy.recovery import RecoveryPolicy, generate_with_recovery
 from deploy.text import TextProcessor
@@ -100,7 +101,7 @@ class Engines:
     `lost_after` runs."""
 
     def __init__(self, tokenizer: Tokenizer, script: list[int], lost_after: int, run_length: int):
-        self._tokenizer = tokenizer
+        self._tokens = TokenText(tokenizer)
         self._script = script
         self._lost_after = lost_after
         self._run_length = run_length
@@ -109,7 +110,7 @@ class Engines:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
         self.num_tries += 1
-        rules, text = admit(request, self._limits, self._tokenizer)
+        rules, text = admit(request, self._limits, self._tokens)
         assert text is not None
         num_said = len(request.prompt_token_ids) - 1
         left = self._script[num_said:]

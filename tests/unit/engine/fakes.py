@@ -303,7 +303,7 @@ class FakeDraftHost:
         self.num_steps = 0
         self.fail_at: int | None = None
         self.num_fed = 0
-        self.num_forwards = 0  # steps in which it had anything to compute
+        self.num_forwards = 0  # steps in which a model would run
 
     def absorb(self, plan: StepPlan, verified: Verified) -> None:
         return

@@ -19,6 +19,7 @@ from actors.steps.client import InProcessStepClient
 from actors.steps.messages import INVALID_SAMPLE, RowMasks, Stat, token_array
 from actors.steps.patience import StepPatience
 from actors.verifier.engine import VerifierEngine
+from actors.verifier.scheduler import FEED_INTERVAL
 from tests.unit.engine import fakes
 from tests.unit.engine.test_text import BYTES
 
@@ -430,6 +431,7 @@ def test_draft_catches_up_when_speculation_is_switched_on_in_the_middle(engines)
     def sink(out):
         seen.append(out)
         if out.num_output_tokens >= 40 and not any(r.num_output_tokens >= 40 for r in seen[:-1]):
+            assert engine.host.num_forwards == 0
             engine.set_speculation(True)
         if out.finish_reason is not None:
             over.set()
@@ -440,62 +442,6 @@ def test_draft_catches_up_when_speculation_is_switched_on_in_the_middle(engines)
     tokens = [t for out in seen for t in out.token_ids]
     assert tokens == fakes.plain(SCRIPT, PROMPT, 100, eos=())
     assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 20
-
-
-OFF = {
-    "by the request": ({"num_speculative_tokens": 0}, (True, None)),
-    "by the request's switch": ({"speculation_enabled": False}, (True, None)),
-    "by the server": ({}, (True, 0)),
-    "by the server's switch": ({}, (False, None)),
-}
-
-
-@pytest.mark.parametrize("off", OFF)
-def test_a_draft_model_that_is_switched_off_does_not_run(engines, off):
-    changes, (enabled, cap) = OFF[off]
-    engine = engines(3, fakes.perfect(SCRIPT), own_kv=True)
-    prompt = [(5 * i) % 40 for i in range(30)]
-    expected = fakes.plain(SCRIPT, prompt, 40)
-    engine.set_speculation(enabled, cap)
-    first = one(engine, prompt, max_tokens=40, **changes)
-    second = one(engine, [*prompt, *expected], max_tokens=20, **changes)
-    assert engine.host.num_forwards == 0 and first.token_ids == expected
-    # Its blocks are found by its like, the output's too.
-    assert second.last.num_cached_tokens == (len(prompt) + len(expected) - 1) // 4 * 4
-    # Who drafts finds none of them, for the draft's part is missing, and leaves whole ones, which
-    # everybody finds.
-    engine.set_speculation(True)
-    drafting = one(engine, prompt, max_tokens=40)
-    assert drafting.token_ids == expected and drafting.last.num_cached_tokens == 0
-    stats = drafting.last.speculation
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
-    fed = engine.host.num_fed
-    engine.set_speculation(enabled, cap)
-    other = [*prompt[:-1], 49]
-    off_again = one(engine, other, max_tokens=5, **changes)
-    assert off_again.last.num_cached_tokens == 28 and engine.host.num_fed == fed
-
-
-def test_a_draft_model_is_fed_now_and_then_while_the_batch_allows_no_drafts(engines):
-    """All requests in the same step, so that its forwards are few however many requests run."""
-    table = {1: 3}
-    engine = engines(
-        3,
-        fakes.perfect(SCRIPT),
-        own_kv=True,
-        num_speculative_tokens_for_batch=lambda n: table.get(n, 0),
-    )
-    prompts = [[i + 1] * (5 + i) for i in range(6)]
-    requests = [fakes.request(str(i), p, max_tokens=80, ignore_eos=True)
-                for i, p in enumerate(prompts)]  # fmt: skip
-    requests[0] = replace(requests[0], max_tokens=110)
-    for got, params in zip(fakes.run_all(engine, requests), requests, strict=True):
-        assert got.token_ids == fakes.plain(SCRIPT, params.prompt_token_ids, params.max_tokens, ())
-    alone = engine.stats.num_drafts
-    assert 0 < alone <= 10, "the longest request ends alone, and drafts"
-    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 0
-    assert engine.host.num_forwards - alone <= 12, "prefills, and one in 32 of 80 steps"
-    assert engine.stats.num_steps > 80
 
 
 def test_losing_and_restoring_the_draft_model(engines):
@@ -552,14 +498,91 @@ def test_a_draft_model_restored_in_the_middle_of_requests(engines):
     assert engine.status().draft_lost is None and engine.stats.num_draft_losses == 1
 
 
-def test_tokens_without_draft_kv_are_never_found_by_a_request_that_drafts(engines):
+def test_a_request_that_drafts_catches_up_on_a_prefix_without_draft_kv(engines):
     engine = engines(3, fakes.perfect(SCRIPT), own_kv=True)
     first = one(engine, max_tokens=40, ignore_eos=True, speculation_enabled=False)
     prompt = [*PROMPT, *first.token_ids, 1]
+    fed = []
     for _ in range(2):
+        before = engine.host.num_fed
         got = one(engine, prompt, max_tokens=20)
+        fed.append(engine.host.num_fed - before)
         assert got.token_ids == fakes.plain(SCRIPT, prompt, 20)
+        assert got.last.num_cached_tokens >= 40
+        assert got.last.speculation.num_accepted_tokens == got.last.speculation.num_draft_tokens > 5
+    assert fed[0] - fed[1] >= 40  # the second time the draft's part is found too
     assert engine.status().draft_lost is None  # the fake asserts its KV
+
+
+@pytest.mark.parametrize(
+    ("server", "params"),
+    [
+        ((True, None), {"num_speculative_tokens": 0}),
+        ((True, None), {"speculation_enabled": False}),
+        ((True, 0), {}),
+        ((False, None), {}),
+    ],
+)
+def test_a_draft_model_does_not_run_while_speculation_is_off(engines, server, params):
+    engine = engines(3, fakes.perfect(SCRIPT), own_kv=True, max_num_batched_tokens=16)
+    engine.set_speculation(*server)
+    prompt = [(5 * i) % 40 for i in range(30)]
+    for num_cached in (0, 28):  # prompts are found without the draft's part
+        got = one(engine, prompt, max_tokens=40, ignore_eos=True, **params)
+        assert got.token_ids == fakes.plain(SCRIPT, prompt, 40, eos=())
+        assert got.last.num_cached_tokens == num_cached
+    assert engine.host.num_forwards == 0
+    engine.set_speculation(True)
+    again = one(engine, prompt, max_tokens=40, ignore_eos=True).last
+    assert again.num_cached_tokens == 28
+    assert again.speculation.num_accepted_tokens == again.speculation.num_draft_tokens > 20
+
+
+def test_a_request_that_never_drafts_is_not_fed_beside_one_that_does(engines):
+    engine = engines(3, fakes.perfect(SCRIPT), own_kv=True, enable_prefix_caching=False)
+    with_k = fakes.request("a", [1] * 20, max_tokens=40, ignore_eos=True)
+    without = fakes.request("b", [2] * 60, max_tokens=40, num_speculative_tokens=0, ignore_eos=True)
+    for got, params in zip(
+        fakes.run_all(engine, [with_k, without]), (with_k, without), strict=True
+    ):
+        assert got.token_ids == fakes.plain(SCRIPT, params.prompt_token_ids, 40, eos=())
+    assert engine.host.num_fed <= 60  # of the first alone
+
+
+def test_a_draft_model_runs_in_few_steps_while_the_batch_is_too_large(engines):
+    k_of_batch = 0
+    engine = engines(
+        3,
+        fakes.perfect(SCRIPT),
+        own_kv=True,
+        num_speculative_tokens_for_batch=lambda _n: k_of_batch,
+    )
+    counts = []
+
+    def sink(out):
+        nonlocal k_of_batch
+        first(out)
+        if out.num_output_tokens == 90:  # the batch gets smaller
+            counts.extend((engine.host.num_forwards, engine.host.num_fed, engine.target.num_steps))
+            k_of_batch = 3
+        if out.finish_reason is not None:
+            over.set()
+
+    first, over = fakes.Collected(), threading.Event()
+    engine.add_request(fakes.request("a", [9] * 8, max_tokens=118, ignore_eos=True), sink)
+    prompts = [[i + 1] * (5 + 9 * i) for i in range(3)]
+    others = [
+        fakes.request(str(i), p, max_tokens=60, ignore_eos=True) for i, p in enumerate(prompts)
+    ]
+    for got, prompt in zip(fakes.run_all(engine, others), prompts, strict=True):
+        assert got.token_ids == fakes.plain(SCRIPT, prompt, 60, eos=())
+    assert over.wait(20)
+    assert first.token_ids == fakes.plain(SCRIPT, [9] * 8, 118, eos=())
+    num_forwards, num_fed, num_steps = counts
+    assert 2 <= num_forwards <= num_steps // FEED_INTERVAL
+    assert num_fed > 2 * FEED_INTERVAL  # a forward takes all that came in between
+    stats = first.last.speculation
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 15
 
 
 def test_a_prompt_of_whole_blocks_still_computes_its_last_token(engines):
@@ -903,6 +926,27 @@ def test_one_request_that_breaks_leaves_the_others_alone(engines):
         )
         assert "cannot decode 13" in bad.last.error
         assert good.last.error is None and good.last.finish_reason == FinishReason.STOP
+
+
+class CountingTokenizer:
+    """Counts how often its added tokens are read."""
+
+    def __init__(self):
+        self.num_reads = 0
+
+    def get_added_tokens_decoder(self):
+        self.num_reads += 1
+        return BYTES.get_added_tokens_decoder()
+
+    def decode(self, ids, skip_special_tokens=True):
+        return BYTES.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_the_added_tokens_are_read_once_for_all_requests(engines):
+    tokenizer = CountingTokenizer()
+    engine = engines(2, fakes.perfect(SCRIPT), tokenizer=tokenizer)
+    fakes.run_all(engine, [fakes.request(f"r{i}", [1, 2, 3]) for i in range(5)])
+    assert tokenizer.num_reads == 1
 
 
 def test_stop_ends_requests_in_flight():

@@ -37,6 +37,34 @@ def test_a_double_release_is_caught():
         pool.release(blocks)
 
 
+def test_a_block_is_whole_until_it_gets_other_content():
+    tables = BlockTables(4, 2, 6, True)
+    tokens = token_array(range(6))
+    hashes = []
+    extend_hashes(hashes, tokens, 2)
+    table = tables.open()
+    assert tables.reserve(table, 0, 6, 0)
+    tables.mark_whole(table, 6)  # not published: nobody can find them
+    assert tables.num_whole(table.block_ids) == 0
+    tables.publish(table, hashes, 6)
+    tables.mark_whole(table, 5)
+    assert tables.num_whole(table.block_ids) == 2
+    blocks = list(table.block_ids)
+    tables.free(table)
+    again = tables.open()
+    tables.attach(again, tables.match(hashes))
+    assert again.block_ids == blocks and again.num_whole == 2
+    tables.mark_whole(again, 6)
+    assert tables.num_whole(blocks) == 3
+    tables.free(again)
+    other = tables.open()
+    assert tables.reserve(other, 0, 2, 0)  # evicts the tail, used longest ago
+    assert tables.num_whole(blocks) == 2 and tables.num_whole(other.block_ids) == 0
+    tables.forget_prefixes()
+    assert tables.num_whole(blocks) == 0
+    tables.free(other)
+
+
 @pytest.mark.parametrize("fault", ["lost", "twice", "count"])
 def test_integrity_check_sees_a_broken_pool(fault):
     tables = BlockTables(6, 4, 16, True)

@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from actors.draft.drafters.ngram import NgramDrafter
+from actors.draft.drafters.ngram import NgramDrafter, _WindowHashes
 from actors.verifier.drafts import legal_prefix
 
 
@@ -74,6 +74,35 @@ def test_a_text_of_one_token_over_and_over_is_no_trap():
     drafter = NgramDrafter(5, 120)
     drafter.begin(1, tokens, None)
     assert list(drafter.propose(1, tokens, 3)) == [147] * 3
+
+
+def test_wide_windows_equal_brute_force():
+    rng = random.Random(9)
+    hits = 0
+    for _ in range(400):
+        period = [rng.randrange(2) for _ in range(rng.randint(1, 30))]
+        tokens = (period * 150)[: rng.randint(2, 150)]
+        for _ in range(rng.randint(0, 3)):
+            tokens[rng.randrange(len(tokens))] = rng.randrange(2)
+        min_n = rng.randint(1, 20)
+        max_n = rng.randint(min_n, 140)
+        expected = brute_force(tokens, min_n, max_n, 4)
+        assert propose(tokens, min_n, max_n, 4) == expected, (tokens, min_n, max_n)
+        hits += bool(expected)
+    assert hits > 200
+
+
+@pytest.mark.parametrize("max_n", [5, 120, 1000])
+def test_a_text_in_which_all_matches_are_nearly_the_longest_is_no_trap(monkeypatch, max_n):
+    passes = []
+    matching = _WindowHashes._matching
+    monkeypatch.setattr(
+        _WindowHashes, "_matching", lambda *args: passes.append(1) or matching(*args)
+    )
+    tokens = np.zeros(64 * 1024, dtype=np.int32)
+    tokens[-max_n] = 1
+    assert propose(tokens, 2, max_n, 3) == [0] * 3
+    assert len(passes) <= max_n.bit_length() + 1  # over all places, whatever the window
 
 
 def test_state_is_per_request_and_dropped_at_its_end():
