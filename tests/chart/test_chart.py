@@ -6,6 +6,7 @@ import copy
 import gzip
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -249,6 +250,19 @@ def test_pods_hold_the_bundles_that_replicas_ask_for(name: str, per_pod: int) ->
         assert not fit(bundles * most, group["maxReplicas"] - 1, room, gpus)
     if args.strict_pack:
         assert fit(bundles, 1, room, gpus)
+
+
+@pytest.mark.parametrize(("ranks", "fronts"), [(1, 1), (1, 3), (2, 4), (4, 7), (8, 5)])
+def test_the_fewest_cores_that_the_chart_takes_are_enough(ranks: int, fronts: int) -> None:
+    engine = {"model": "m", "tensor_parallel_size": ranks, "num_ingress_replicas": fronts}
+    bundles = place_replica(AppArgs(**engine).resolve(facts), use_gpus=False).bundles
+    cores = math.ceil(sum(bundle["CPU"] for bundle in bundles) + 0.1 * fronts - 1e-9)
+    values = {"engine": {**engine, "device": "cpu"}, "worker": {"cpu": cores}}
+    assert documents(values)
+    if cores > 1:
+        assert f"set worker.cpu to at least {cores}" in refusal(
+            changed(values, {"worker.cpu": cores - 1})
+        )
 
 
 def ranks_of(values: Values) -> int:
