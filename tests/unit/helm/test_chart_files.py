@@ -19,9 +19,9 @@ from actors.stats import EngineStats
 from deploy.app import DRAIN_S
 from deploy.metrics import METRICS
 from specconfig.app_args import AppArgs
+from tests.unit.helm.promql import CHART, labels_of, metrics_of, queries
 
 ROOT = Path(__file__).parents[3]
-CHART = ROOT / "helm" / "paceline"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -85,39 +85,7 @@ def test_versions_agree() -> None:
 
 # --- metrics ------------------------------------------------------------------------------------
 
-# Names of Prometheus' language and of the labels used; the rest of a query are metrics.
-_WORDS = frozenset({
-    "absent", "by", "count", "group_left", "histogram_quantile", "le", "min", "on", "rate", "sum",
-})  # fmt: skip
 _LABELS = frozenset({"namespace", "app", "replica", "deployment"})
-
-
-def queries() -> list[tuple[str, str]]:
-    """(where, query) of every alert and every panel."""
-    found = [(rule["alert"], rule["expr"]) for rule in yaml.safe_load(
-        (CHART / "alerts.yaml").read_text())]  # fmt: skip
-    for path in sorted((CHART / "dashboards").glob("*.json")):
-        dashboard = json.loads(path.read_text())
-        for panel in dashboard["panels"]:
-            found += [(panel["title"], target["expr"]) for target in panel.get("targets", [])]
-    return found
-
-
-def without_strings(query: str) -> str:
-    return re.sub(r'"[^"]*"', '""', query)
-
-
-def metrics_of(query: str) -> set[str]:
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", without_strings(query))
-    bare = re.sub(r"\b(by|on)\s*\([^)]*\)", "", bare)
-    return set(re.findall(r"[a-zA-Z_]\w*", bare)) - _WORDS
-
-
-def labels_of(query: str) -> set[str]:
-    inside = re.findall(r"\{([^}]*)\}", without_strings(query))
-    matched = {name for text in inside for name in re.findall(r"(\w+)\s*=", text)}
-    grouped = re.findall(r"\bby\s*\(([^)]*)\)", query)
-    return matched | {name.strip() for text in grouped for name in text.split(",")}
 
 
 def our_series() -> dict[str, set[str]]:
