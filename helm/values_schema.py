@@ -59,6 +59,7 @@ Values = _section(
     engine=Free,
     runtime=Free,
     drainSeconds=Seconds,
+    moveSeconds=Seconds,
     logging=_section(
         "Logging",
         encoding=Literal["JSON", "TEXT"],

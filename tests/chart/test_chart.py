@@ -187,13 +187,17 @@ def test_args_keep_their_types() -> None:
 
 
 def test_pods_outlive_the_drain_and_so_does_the_old_cluster() -> None:
-    found = documents({"drainSeconds": 900})
+    found = documents({"drainSeconds": 900, "moveSeconds": 200})
     spec = only(found, "RayService")["spec"]
     pod = spec["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
     deployments = serve_config(found)["applications"][0]["deployments"]
     for deployment in deployments:
         assert deployment["graceful_shutdown_timeout_s"] == 900
-    assert pod["terminationGracePeriodSeconds"] > 900
+    (stop,) = re.findall(
+        r"--deadline-remaining-seconds (\d+)",
+        pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1],
+    )
+    assert pod["terminationGracePeriodSeconds"] > int(stop) == 200 + 900
     assert spec["rayClusterDeletionDelaySeconds"] > 900
 
 

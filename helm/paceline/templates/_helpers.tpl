@@ -136,8 +136,9 @@ spec:
       requests: {{- toYaml .resources | nindent 8 }}
     securityContext: {{- toYaml $values.securityContext | nindent 6 }}
     {{- if eq .role "worker" }}
-    # Serve starts replicas elsewhere and lets these finish; then Ray ends. The pod's own end would
-    # cut them off. [S] keeps grep from finding this shell.
+    # Serve starts the replicas elsewhere, lets these finish, then Ray ends; the pod's own end would
+    # cut answers off. drainSeconds before the deadline Serve no longer waits for the new ones. [S]
+    # keeps grep from finding this shell.
     lifecycle:
       preStop:
         exec:
@@ -146,7 +147,7 @@ spec:
           - -c
           - >-
             ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "pod ends"
-            --deadline-remaining-seconds {{ $values.drainSeconds }}
+            --deadline-remaining-seconds {{ add $values.moveSeconds $values.drainSeconds }}
             && while grep -qs 'ray::[S]erveReplica' /proc/[0-9]*/cmdline; do sleep 1; done;
             ray stop
     {{- end }}
