@@ -3,10 +3,10 @@
 ARG PYTHON=3.11
 FROM python:${PYTHON}-slim-bookworm
 
-# gcc: the C kernels are built on the machine that runs them, for its CPU; Triton needs it as well.
-# wget: KubeRay's probes.
+# g++ (with gcc): our C kernels and compiled layers are built on the machine that runs them, for its
+# CPU or GPU. wget: KubeRay's probes.
 RUN apt-get update \
- && apt-get install -y --no-install-recommends gcc libc6-dev wget \
+ && apt-get install -y --no-install-recommends g++ wget \
  && rm -rf /var/lib/apt/lists/*
 
 ARG TORCH_INDEX=

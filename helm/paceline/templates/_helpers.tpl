@@ -135,10 +135,9 @@ spec:
       limits: {{- toYaml .resources | nindent 8 }}
       requests: {{- toYaml .resources | nindent 8 }}
     securityContext: {{- toYaml $values.securityContext | nindent 6 }}
-    {{- if eq .role "worker" }}
-    # Serve starts the replicas elsewhere, lets these finish, then Ray ends; the pod's own end would
-    # cut answers off. drainSeconds before the deadline Serve no longer waits for the new ones. [S]
-    # keeps grep from finding this shell.
+    # Worker: Serve starts the replicas elsewhere, lets these finish, then Ray ends; the pod's own end
+    # would cut answers off. drainSeconds before the deadline Serve no longer waits for the new ones.
+    # [S] keeps grep from finding this shell.
     lifecycle:
       preStop:
         exec:
@@ -146,11 +145,12 @@ spec:
           - /bin/bash
           - -c
           - >-
+            {{- if eq .role "worker" }}
             ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "pod ends"
             --deadline-remaining-seconds {{ add $values.moveSeconds $values.drainSeconds }}
             && while grep -qs 'ray::[S]erveReplica' /proc/[0-9]*/cmdline; do sleep 1; done;
+            {{- end }}
             ray stop
-    {{- end }}
     volumeMounts:
     - {name: tmp, mountPath: /tmp}
     - {name: cache, mountPath: /cache}

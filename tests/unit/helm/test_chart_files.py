@@ -83,6 +83,21 @@ def test_versions_agree() -> None:
     assert VALUES["drainSeconds"] == DRAIN_S
 
 
+def test_the_image_gets_every_package_and_what_kuberay_calls() -> None:
+    # It is not built here: at least nothing may be left out.
+    steps = (ROOT / "Dockerfile").read_text()
+    sent = (ROOT / ".dockerignore").read_text().split()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    for package in (pattern.rstrip("*") for pattern in packages):
+        assert f"COPY {package} {package}" in steps
+        assert f"!{package}" in sent
+    for copied in re.findall(r"^COPY (.+) \S+$", steps, re.MULTILINE):
+        assert all((ROOT / name).exists() and f"!{name}" in sent for name in copied.split())
+    assert "wget" in steps and "g++" in steps
+    assert "USER 1000:1000" in steps and VALUES["podSecurityContext"]["runAsUser"] == 1000
+
+
 # --- metrics ------------------------------------------------------------------------------------
 
 _LABELS = frozenset({"namespace", "app", "replica", "deployment"})
