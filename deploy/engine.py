@@ -9,8 +9,6 @@ import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from actors.errors import EngineDead
 from actors.requests import GenerateRequest, RunOutput
 from deploy.engine_client import ReplicaReport
@@ -18,6 +16,7 @@ from deploy.facts import ServedModel
 from deploy.gang import GangSeat, describe_gang, take_seat
 from specconfig.app_args import AppArgs
 from specconfig.engine import EngineConfig
+from specconfig.runtime_knobs import RuntimeKnobs
 
 logger = logging.getLogger("ray.serve")
 
@@ -29,15 +28,6 @@ _NO_ACCEPTANCE_DRAFTS = 200
 # (config, placement group, seat in a gang of data-parallel ranks) -> a running
 # actors.startup.launch.Replica
 StartReplica = Callable[[EngineConfig, Any, GangSeat | None], Any]
-
-
-class RuntimeKnobs(BaseModel):
-    """`user_config` of the Engine deployment: what changes without a restart."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    speculation_enabled: bool = True
-    max_speculative_tokens: int | None = Field(default=None, ge=0)
 
 
 def start_replica(config: EngineConfig, placement_group: Any, seat: GangSeat | None) -> Any:
@@ -77,14 +67,9 @@ class Engine:
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
         """Apply the runtime knobs. Unknown keys are refused and the update fails."""
-        knobs = RuntimeKnobs.model_validate(user_config or {})
         limit = self._config.num_speculative_tokens
+        knobs = RuntimeKnobs.of(user_config, limit)
         wanted = limit if knobs.max_speculative_tokens is None else knobs.max_speculative_tokens
-        if wanted > limit:
-            raise ValueError(
-                f"max_speculative_tokens={wanted} is above num_speculative_tokens={limit} of this "
-                "engine; a larger K needs a restart with a new speculative_config"
-            )
         self._replica.engine.set_speculation(knobs.speculation_enabled, wanted)
         self._knobs = knobs
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from actors.errors import EngineDead
 from actors.requests import GenerateRequest, RunOutput
@@ -20,6 +19,7 @@ from deploy.app import api_keys
 from deploy.engine import STALE_STEP_S, Engine
 from deploy.metrics import METRICS
 from specconfig.app_args import AppArgs
+from specconfig.errors import ConfigError
 from tests.tiny import write_tiny_config
 
 
@@ -121,7 +121,7 @@ def test_runtime_knobs_reach_the_engine_and_wrong_ones_are_refused(
     deployment.reconfigure({"max_speculative_tokens": 2})
     deployment.reconfigure(None)
     assert replica.engine.knobs == [(False, 4), (True, 2), (True, 4)]
-    with pytest.raises(ValidationError, match="speculation_enable"):
+    with pytest.raises(ConfigError, match="speculation_enable"):
         deployment.reconfigure({"speculation_enable": False})
     with pytest.raises(ValueError, match="max_speculative_tokens=5"):
         deployment.reconfigure({"max_speculative_tokens": 5})
