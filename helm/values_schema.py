@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from deploy.engine import RuntimeKnobs
 from specconfig.explaining.schema import app_schema
+from specconfig.runtime_knobs import RuntimeKnobs
 
 FILE: Final = Path(__file__).parent / "paceline" / "values.schema.json"
 # Short forms for command lines; the chart's templates look at speculative_config only.

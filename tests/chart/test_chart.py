@@ -23,10 +23,10 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from deploy.engine import RuntimeKnobs
 from parallel.placement import place_replica
 from specconfig.app_args import AppArgs
 from specconfig.explaining.serve_keys import check_serve_keys
+from specconfig.runtime_knobs import RuntimeKnobs
 from tests.unit.specconfig.catalog import llama
 
 ROOT = Path(__file__).parents[2]
@@ -174,8 +174,9 @@ def test_the_serve_config_is_ours_and_serves(name: str) -> None:
     (app,) = config["applications"]
     given = values.get("engine", yaml.safe_load((CHART / "values.yaml").read_text())["engine"])
     assert app["args"] == given
-    AppArgs(**app["args"])
-    RuntimeKnobs.model_validate(app["deployments"][0]["user_config"])
+    args = AppArgs(**app["args"])
+    config = args.resolve(facts)
+    RuntimeKnobs.of(app["deployments"][0]["user_config"], config.num_speculative_tokens)
 
 
 def test_args_keep_their_types() -> None:
@@ -356,6 +357,14 @@ REFUSED_BY_RULES = [
     ({"autoscaling.enabled": True, "engine.num_replicas": 2}, "demo", ["remove engine.num_rep"]),
     ({"autoscaling.enabled": True, "autoscaling.minReplicas": 9}, "demo", ["minReplicas is 9"]),
     ({**TWO, "autoscaling.enabled": True}, "demo", ["multiples of engine.data_parallel_size 2"]),
+    (
+        {
+            "engine.speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+            "runtime.max_speculative_tokens": 4,
+        },
+        "demo",
+        ["max_speculative_tokens is 4", "num_speculative_tokens 3"],
+    ),
     ({"apiKeys.existingSecret": "s"}, "demo", ["engine.api_keys_env"]),
     ({"engine.api_keys_env": "KEYS"}, "demo", ["KEYS", "apiKeys.existingSecret"]),
     (

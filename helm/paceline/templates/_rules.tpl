@@ -43,6 +43,11 @@ other. Each message names the values and the fix.
 {{- end -}}
 {{- end -}}
 
+{{- $most := ($engine.speculative_config | default dict).num_speculative_tokens | int -}}
+{{- if and $most (gt (int $v.runtime.max_speculative_tokens) $most) -}}
+{{- fail (printf "runtime.max_speculative_tokens is %d, above engine.speculative_config.num_speculative_tokens %d, which it can only lower" (int $v.runtime.max_speculative_tokens) $most) -}}
+{{- end -}}
+
 {{- if and $v.apiKeys.existingSecret (not $engine.api_keys_env) -}}
 {{- fail "apiKeys.existingSecret is set, but nothing reads it: set engine.api_keys_env, for example to PACELINE_API_KEYS" -}}
 {{- end -}}
