@@ -48,13 +48,13 @@ class InvalidRequest(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """Prompt of `prompt_len` tokens does not leave room for one output token."""
+    """Prompt of `prompt_len` tokens (or more: `is_least`) leaves no room for one output token."""
 
-    def __init__(self, prompt_len: int, max_model_len: int) -> None:
+    def __init__(self, prompt_len: int, max_model_len: int, *, is_least: bool = False) -> None:
         super().__init__(
-            f"the prompt has {prompt_len} tokens, but this model's context holds "
-            f"{max_model_len} tokens including at least one output token; shorten the prompt to "
-            f"at most {max_model_len - 1} tokens",
+            f"the prompt has {'at least ' * is_least}{prompt_len} tokens, but this model's "
+            f"context holds {max_model_len} tokens including at least one output token; shorten "
+            f"the prompt to at most {max_model_len - 1} tokens",
             param="prompt",
             code="context_length_exceeded",
         )

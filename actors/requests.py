@@ -76,6 +76,7 @@ class SpeculationStats:
 class RunOutput:
     """A run of tokens of one request: what one step produced. The last one has `finish_reason`.
 
+    A stream begins with a run of nothing, an acknowledgment: an engine has queued the request.
     `text` is what became decodable with this run (a multi-byte character's head is held back).
     `accepted` marks, token by token, which were accepted drafts. Counts are totals so far.
     """
@@ -92,6 +93,16 @@ class RunOutput:
     stop_reason: int | str | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     error: str | None = None
+
+    @classmethod
+    def acknowledgment(cls, request_id: str, num_prompt_tokens: int) -> RunOutput:
+        """The first item of a stream."""
+        return cls(request_id, (), "", (), None, num_prompt_tokens, 0, 0)
+
+    @property
+    def is_acknowledgment(self) -> bool:
+        is_empty = not (self.token_ids or self.text)
+        return is_empty and self.finish_reason is None and self.error is None
 
 
 def drawn_seed(base: int | None, number: int) -> int:

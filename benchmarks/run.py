@@ -129,6 +129,8 @@ async def _generate(engine: Any, ids: list[int], new_tokens: int, **kw: Any) -> 
     )
     started, first, tokens, last = time.perf_counter(), 0.0, [], None
     async for out in engine.generate(request):
+        if out.is_acknowledgment:
+            continue
         first = first or time.perf_counter()
         tokens += out.token_ids
         last = out

@@ -40,14 +40,17 @@ class Ingress:
             HandleEngineClient(engine),
             TextProcessor.load(served.tokenizer, served.tokenizer_revision),
             served,
-            ServiceOptions(args.request_timeout_s, args.stream_interval_tokens),
+            ServiceOptions(
+                args.request_timeout_s, args.stream_interval_tokens, args.stream_keepalive_s
+            ),
         )
         self._keys = api_keys(args.api_keys_env)
+        self._allowed_origins = args.allowed_origins
 
     def __serve_build_asgi_app__(self) -> Any:
         from deploy.openai.ingress import create_app
 
-        return create_app(self._service, self._keys)
+        return create_app(self._service, self._keys, self._allowed_origins)
 
 
 def api_keys(variable: str | None) -> tuple[str, ...]:
@@ -108,4 +111,3 @@ def _grouping(config: EngineConfig) -> dict[str, Any]:
     if size == 1:
         return {"placement_group_strategy": pack_strategy(config)}
     return {"gang_scheduling_config": GangSchedulingConfig(gang_size=size)}
-

@@ -27,7 +27,7 @@ from deploy.facts import ServedModel
 from deploy.recovery import generate_with_recovery
 from deploy.requests import Seeds, complete_request
 from deploy.runs import merge
-from deploy.text import Conversation, Message, Prompt, Text, TextProcessor
+from deploy.text import Conversation, Prompt, Text, TextProcessor, messages_of
 
 _DESCRIBE_TIMEOUT_S = 30.0
 
@@ -99,7 +99,8 @@ class Client:
         runs = generate_with_recovery(self._engine, request, self._text.token_bytes)
         async with aclosing(runs):
             async for run in runs:
-                yield run
+                if not run.is_acknowledgment:
+                    yield run
 
     def close(self) -> None:
         """Cut the streams in progress, which end with an error, and end the client's thread."""
@@ -109,7 +110,7 @@ class Client:
 
 def _request(fields: dict[str, Any]) -> GenerateRequest:
     stop = fields.get("stop")
-    if stop is not None:
+    if isinstance(stop, str | list):
         fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     try:
         return GenerateRequest(f"handle-{uuid.uuid4().hex}", (), **fields)
@@ -122,12 +123,10 @@ def _prompt(
 ) -> Prompt:
     if (prompt is None) == (messages is None):
         raise ValueError("give either a prompt or messages")
-    if messages is None:
-        return Text(prompt) if isinstance(prompt, str) else [int(token) for token in prompt or ()]
-    try:
-        return Conversation([Message(**message) for message in messages])
-    except TypeError as error:
-        raise InvalidRequest(f"messages: {error}", param="messages") from None
+    if messages is not None:
+        return Conversation(messages_of(messages))
+    assert prompt is not None
+    return Text(prompt) if isinstance(prompt, str) else prompt
 
 
 async def _pump(

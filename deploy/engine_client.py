@@ -6,6 +6,8 @@ fulfil it with a scripted engine.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +42,7 @@ class HandleEngineClient:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._stream = handle.options(method_name="generate", stream=True)
+        self._names: set[str] = set()  # of the replicas last heard of
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
         response = self._stream.remote(request)
@@ -56,25 +59,48 @@ class HandleEngineClient:
 
     async def reports(self, timeout_s: float) -> Sequence[ReplicaReport]:
         try:
-            answers = await self._handle.broadcast("report").results_async(
-                timeout_s=timeout_s, return_exceptions=True
-            )
-        except TimeoutError:
-            return [ReplicaReport("", f"an engine replica did not answer in {timeout_s:g} s", {})]
+            answers = await self._ask_all("report", timeout_s)
         except Exception as error:
             return [ReplicaReport("", f"engines cannot be reached: {root_cause(error)}", {})]
-        return [
-            ReplicaReport("", f"an engine replica was lost: {root_cause(answer)}", {})
-            if isinstance(answer, BaseException)
-            else ReplicaReport(*answer)
-            for answer in answers
-        ]
+        answered = [ReplicaReport(*answer) for answer in answers if isinstance(answer, tuple)]
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        names = {report.replica for report in answered}
+        missing = sorted(self._names - names)
+        if len(missing) != len(failures):
+            missing = [""] * len(failures)  # some have come or gone: no telling which is which
+        self._names = names.union(filter(None, missing))
+        lost = [_lost(name, why, timeout_s) for name, why in zip(missing, failures, strict=True)]
+        return [*answered, *lost]
 
     async def describe(self, timeout_s: float) -> dict[str, Any]:
-        answers = await self._handle.broadcast("describe").results_async(
-            timeout_s=timeout_s, return_exceptions=True
-        )
-        for answer in answers:
-            if isinstance(answer, dict):
-                return answer
+        # One replica's facts are all replicas'; the others may be slow.
+        tasks = await self._tasks("describe", timeout_s)
+        try:
+            for done in asyncio.as_completed(tasks, timeout=timeout_s):
+                with contextlib.suppress(Exception):
+                    answer: dict[str, Any] = await done
+                    return answer
+        finally:
+            for task in tasks:
+                task.cancel()
         raise TimeoutError("no engine replica answered")
+
+    async def _ask_all(self, method: str, timeout_s: float) -> list[Any]:
+        """Each replica's answer, or why it gave none. One that hangs costs its own answer only."""
+        tasks = await self._tasks(method, timeout_s)
+        return await asyncio.gather(
+            *(asyncio.wait_for(task, timeout_s) for task in tasks), return_exceptions=True
+        )
+
+    async def _tasks(self, method: str, timeout_s: float) -> list[asyncio.Task[Any]]:
+        # The public `results_async` has one timeout for all and then no answer at all.
+        response = self._handle.broadcast(method)
+        pending = response._fetch_replica_results_async()
+        results = await asyncio.wait_for(pending, timeout_s)
+        return [asyncio.ensure_future(result.get_async()) for result in results]
+
+
+def _lost(name: str, why: BaseException, timeout_s: float) -> ReplicaReport:
+    if isinstance(why, TimeoutError):
+        return ReplicaReport(name, f"it did not answer in {timeout_s:g} s", {})
+    return ReplicaReport(name, f"it was lost: {root_cause(why)}", {})

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from actors.errors import EngineDead, RequestLost
 from actors.requests import FinishReason, GenerateRequest, RunOutput, SpeculationStats
@@ -32,13 +33,18 @@ T = TypeVar("T")
 class RecoveryPolicy:
     """Bounds of recovery.
 
-    `max_losses` counts engines that ended while they worked on the request: one that ends every
-    engine it meets is not handed on for ever. An engine's own word that it had taken the request
-    counts, or a token from it; the loss of a whole replica before that may be no fault of the
-    request, and `patience_s` bounds the wait for another to appear.
+    Some request may be what ends engines, and it is not known which one. An engine's end is charged
+    to each request that it had taken and given no new token: that one may have been at fault. A
+    charged request is a suspect until it gets a token. Suspects of one process go on one at a
+    time, so that the guilty one next ends an engine alone; with `max_charges` in a row it is given
+    up. The others were only near it: their turn clears them.
+
+    `max_losses` bounds the engines that any request may outlive, and `patience_s` the wait for
+    one that takes it.
     """
 
-    max_losses: int = 3
+    max_charges: int = 2
+    max_losses: int = 20
     patience_s: float = 600.0
     first_delay_s: float = 0.1
     max_delay_s: float = 2.0
@@ -177,22 +183,33 @@ async def generate_with_recovery(
     policy = policy or RecoveryPolicy()
     in_time = _Deadline(timeout_s)
     journal = Journal(request, token_bytes)
-    attempt, losses, delay = 0, 0, policy.first_delay_s
+    attempt = charges = losses = 0
+    delay = policy.first_delay_s
     current: GenerateRequest | None = request
+    is_acknowledged = False
     waiting_since = time.monotonic()
     while current is not None:
-        progressed = False
+        was_taken = progressed = False
+        turn = _Turn(charges > 0)
         try:
+            await in_time(turn.wait(policy.patience_s))
             async with aclosing(client.generate(current)) as outputs:
                 while (output := await in_time(anext(outputs, None))) is not None:
                     if output.error is not None or output.finish_reason is FinishReason.ABORT:
                         raise RequestAborted(
                             f"the request failed: {output.error or 'the server aborted it'}"
                         )
-                    progressed = True
-                    waiting_since, delay = time.monotonic(), policy.first_delay_s
+                    was_taken = True
+                    if output.is_acknowledgment:
+                        if not is_acknowledged:
+                            is_acknowledged = True
+                            yield output
+                        continue
                     recorded = journal.record(output)
                     if recorded.token_ids or recorded.text or recorded.finish_reason:
+                        progressed, charges = True, 0
+                        turn.end()
+                        waiting_since, delay = time.monotonic(), policy.first_delay_s
                         yield recorded
                     if output.finish_reason is not None:
                         return
@@ -202,7 +219,14 @@ async def generate_with_recovery(
             if not (is_replica_loss(error) or (attempt > 0 and is_busy(error))):
                 raise
             cause = root_cause(error)
-            losses += progressed or isinstance(cause, RequestLost)
+            was_taken = was_taken or isinstance(cause, RequestLost)
+            losses += was_taken
+            charges += was_taken and not progressed
+            if charges >= policy.max_charges:
+                raise RequestAborted(
+                    f"request {request.request_id} was given up: the last {charges} engines that "
+                    f"took it ended before its next token: {_first_line(cause)}"
+                ) from error
             waited = time.monotonic() - waiting_since
             if losses > policy.max_losses or waited + delay > policy.patience_s:
                 raise EngineDead(
@@ -214,11 +238,46 @@ async def generate_with_recovery(
                 request.request_id,
                 _first_line(cause),
             )
+        finally:
+            turn.end()
         await in_time(asyncio.sleep(delay))
         delay = min(policy.max_delay_s, delay * 2)
         attempt += 1
         current = journal.continuation(attempt)
     yield journal.ended_by_length()
+
+
+_SUSPECTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+
+class _Turn:
+    """A suspect's turn among the suspects of this event loop."""
+
+    def __init__(self, is_suspect: bool) -> None:
+        self._lock: asyncio.Lock | None = None
+        if is_suspect:
+            self._lock = _SUSPECTS.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        self._is_held = False
+
+    async def wait(self, patience_s: float) -> None:
+        """Return at once for a request that nothing is held against.
+
+        Raises:
+            EngineDead: the others took too long.
+        """
+        if self._lock is None:
+            return
+        try:
+            await asyncio.wait_for(self._lock.acquire(), patience_s)
+        except TimeoutError:
+            raise EngineDead("requests before it still wait for an engine") from None
+        self._is_held = True
+
+    def end(self) -> None:
+        """Let the next suspect go on. Idempotent."""
+        if self._is_held and self._lock is not None:
+            self._is_held = False
+            self._lock.release()
 
 
 class _Deadline:

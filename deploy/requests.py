@@ -57,7 +57,7 @@ def complete_request(
     _check_drafts(request, served, names)
     request = dataclasses.replace(
         request,
-        prompt_token_ids=text.ids_of(prompt),
+        prompt_token_ids=text.ids_of(prompt, served.max_model_len),
         seed=seeds.draw() if request.seed is None else request.seed,
     )
     check_prompt(request, served, names)

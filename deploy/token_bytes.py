@@ -46,7 +46,7 @@ class TokenBytes:
             return b""
         if self._byte_level:
             try:
-                return bytes(_BYTE_OF[char] for char in token)
+                return bytes(BYTE_OF[char] for char in token)
             except KeyError:
                 return str(token).encode()
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token[5] == ">":
@@ -70,4 +70,4 @@ def _bytes_as_characters() -> dict[str, int]:
     return table
 
 
-_BYTE_OF = _bytes_as_characters()
+BYTE_OF = _bytes_as_characters()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Final
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
+
+# No slash, not even at the end: browsers send none.
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 class AppArgs(EngineArgs):
@@ -28,12 +33,37 @@ class AppArgs(EngineArgs):
     api_keys_env: str | None = Field(
         default=None, description="Environment variable with comma-separated API keys; None = open."
     )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins of web pages that may call the server (CORS), such as "
+        "https://app.example; '*' = any; empty = none.",
+    )
     request_timeout_s: float | None = Field(
         default=None, gt=0, description="Seconds until a request is cancelled; None = never."
     )
     stream_interval_tokens: int = Field(
         default=1, ge=1, description="Least tokens per streamed chunk, except the last."
     )
+
+    stream_keepalive_s: float | None = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds without data after which a stream sends a comment, so that proxies "
+        "keep it open; None = never.",
+    )
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _whole_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "allowed_origins",
+                    origin,
+                    "an origin as browsers send it: scheme, host and port, without a path",
+                    "write it as https://app.example or http://localhost:3000",
+                )
+        return origins
 
     @model_validator(mode="after")
     def _whole_gangs(self) -> AppArgs:

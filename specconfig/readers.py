@@ -114,6 +114,8 @@ ENGINE_READERS: Mapping[str, Entry] = {
     "api_keys_env": Reader(_INGRESS, "args.api_keys_env"),
     "request_timeout_s": Reader(_INGRESS, "args.request_timeout_s"),
     "stream_interval_tokens": Reader(_INGRESS, "args.stream_interval_tokens"),
+    "stream_keepalive_s": Reader(_INGRESS, "args.stream_keepalive_s"),
+    "allowed_origins": Reader(_INGRESS, "args.allowed_origins"),
 }
 """Fields of ``AppArgs``, those of ``EngineArgs`` among them."""
 

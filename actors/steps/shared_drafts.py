@@ -153,9 +153,7 @@ def all_agree(is_well: bool, group: TPGroup, device: torch.device) -> bool:
     return bool(group.all_gather(mine).all())
 
 
-def gather_rows(
-    rows: SharedRows, group: TPGroup, device: torch.device
-) -> tuple[SharedRows, ...]:
+def gather_rows(rows: SharedRows, group: TPGroup, device: torch.device) -> tuple[SharedRows, ...]:
     """Where each rank of a split draft has written. Returns once all have."""
     if group.size == 1:
         return (rows,)

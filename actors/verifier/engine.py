@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -154,8 +154,9 @@ class VerifierEngine:
             if request is not None:
                 self._post(lambda: self._loop.abort(request))
 
-    async def generate(self, params: GenerateRequest) -> AsyncIterator[RunOutput]:
-        """Runs of one request, from any asyncio loop. Leaving early aborts the request.
+    async def generate(self, params: GenerateRequest) -> AsyncGenerator[RunOutput]:
+        """Runs of one request, from any asyncio loop, after an acknowledgment that it is queued.
+        Leaving early aborts the request.
 
         Raises:
             RequestLost: the replica failed or was stopped; the request is not at fault.
@@ -165,6 +166,7 @@ class VerifierEngine:
         self.add_request(params, lambda out: _hand_over(loop, queue, out))
         finished = False
         try:
+            yield RunOutput.acknowledgment(params.request_id, len(params.prompt_token_ids))
             while not finished:
                 out = await queue.get()
                 finished = out.finish_reason is not None

@@ -87,7 +87,12 @@ class StepLoop:
         self.last_step_s = time.monotonic()
 
     def begin(self, request: Request) -> None:
-        """Prepare the lookup drafter for a request that `add` will queue. From any thread."""
+        """Prepare for a request that `add` will queue. From any thread.
+
+        Raises:
+            Exception: the request cannot be planned.
+        """
+        self.scheduler.prepare(request)
         self._tell(lambda d: d.begin(request.number, request.token_ids, request.params.cache_salt))
 
     def forget(self, request: Request) -> None:

@@ -93,6 +93,17 @@ class Scheduler:
 
     # --- queues -----------------------------------------------------------------------------
 
+    def prepare(self, request: Request) -> None:
+        """All that depends on a caller's values, before the request is queued. From any thread.
+
+        Raises:
+            Exception: whatever is wrong with them. Later, in the step's thread, it would end the
+                requests of everybody.
+        """
+        if self._limits.enable_prefix_caching:
+            self._hash_blocks(request)
+        StepPlan(0, 0, admissions=(request.slot_params(),)).pack()
+
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 

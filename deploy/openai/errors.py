@@ -12,15 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import Any
+from typing import Any, Final
 
 from fastapi.responses import JSONResponse
 from ray.serve.exceptions import BackPressureError
 
+from actors.checks import encodable, shown
 from actors.errors import EngineDead, QueueFull, RequestError
 from deploy.failures import RequestAborted, is_replica_loss, root_cause
 
 logger = logging.getLogger("ray.serve")
+_MAX_CHARS: Final = 2000
 
 
 class ApiError(Exception):
@@ -46,11 +48,12 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""
+        # Messages repeat what clients wrote, which need not be short, nor text.
         return {
             "error": {
-                "message": self.message,
+                "message": encodable(self.message[:_MAX_CHARS]),
                 "type": self.kind,
-                "param": self.param,
+                "param": self.param and encodable(self.param[:_MAX_CHARS]),
                 "code": self.code,
             }
         }
@@ -69,7 +72,7 @@ def model_not_found(name: str, served: str) -> ApiError:
     """404 for a model name this server does not serve."""
     return ApiError(
         404,
-        f"the model {name!r} does not exist here; this server serves {served!r}",
+        f"the model {shown(name)} does not exist here; this server serves {served!r}",
         param="model",
         code="model_not_found",
     )

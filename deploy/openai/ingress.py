@@ -3,49 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.metrics import CONTENT_TYPE, render
-from deploy.openai.errors import ApiError, from_exception, unauthorized
+from deploy.openai.errors import ApiError
+from deploy.openai.middleware import ErrorsAsJson, RequireKey, cors, request_id
+from deploy.openai.parsing import Body, parse
 from deploy.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse,
 )
 from deploy.openai.service import OpenAIService
 
-MAX_BODY_BYTES = 32 * 2**20
-# Probes and scrapers carry no key; these paths show no user data.
-OPEN_PATHS = frozenset({"/health", "/metrics"})
 
+def create_app(
+    service: OpenAIService, api_keys: Sequence[str] = (), allowed_origins: Sequence[str] = ()
+) -> FastAPI:
+    """The ASGI application over `service`.
 
-def create_app(service: OpenAIService, api_keys: Sequence[str] = ()) -> FastAPI:
-    """The ASGI application over `service`. With `api_keys`, one of them must be presented."""
+    Args:
+        service: What the routes do.
+        api_keys: One of them must be presented; none: open.
+        allowed_origins: Of web pages that may call it.
+    """
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(ErrorsAsJson)
     if api_keys:
         app.add_middleware(RequireKey, api_keys=api_keys)
+    # Outermost: browsers ask without a key whether they may send one.
+    if allowed_origins:
+        app.add_middleware(cors, allowed_origins=allowed_origins)
+    max_bytes = max_body_bytes(service.max_model_len)
+
+    async def read(request: Request, model: type[Body]) -> Body:
+        return parse(await read_body(request, max_bytes), model)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = parse(await read_body(request), ChatCompletionRequest)
+        body = await read(request, ChatCompletionRequest)
         return await _reply(request, service.chat(body, request_id(request.scope)))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = parse(await read_body(request), CompletionRequest)
+        body = await read(request, CompletionRequest)
         return await _reply(request, service.complete(body, request_id(request.scope)))
 
     @app.get("/v1/models")
@@ -58,15 +66,11 @@ def create_app(service: OpenAIService, api_keys: Sequence[str] = ()) -> FastAPI:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(
-            await service.tokenize(parse(await read_body(request), TokenizeRequest))
-        )
+        return JSONResponse(await service.tokenize(await read(request, TokenizeRequest)))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return JSONResponse(
-            await service.detokenize(parse(await read_body(request), DetokenizeRequest))
-        )
+        return JSONResponse(await service.detokenize(await read(request, DetokenizeRequest)))
 
     @app.get("/health")
     async def health() -> Response:
@@ -84,28 +88,33 @@ def create_app(service: OpenAIService, api_keys: Sequence[str] = ()) -> FastAPI:
     return app
 
 
-def request_id(scope: Scope) -> str:
-    """The id the proxy or the client gave, else a new one; the same for the whole request."""
-    state: dict[str, Any] = scope.setdefault("state", {})
-    if "request_id" not in state:
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        state["request_id"] = given[:128] or uuid.uuid4().hex
-    return str(state["request_id"])
+def max_body_bytes(max_model_len: int) -> int:
+    """Bytes of the largest body that is read: 256 KiB, and 64 for each token of the context."""
+    return 2**18 + 64 * max_model_len
 
 
-async def read_body(request: Request) -> bytes:
-    """The body, at most `MAX_BODY_BYTES`.
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, at most `max_bytes`; one that says that it is larger is not read at all.
 
     Raises:
         ApiError: 413.
     """
+    said = request.headers.get("content-length", "")
+    size = int(said[:20]) if said.isdecimal() else 0
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(
-                413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="request_too_large"
-            )
+    if size <= max_bytes:
+        async for part in request.stream():
+            body += part
+            size = max(size, len(body))
+            if size > max_bytes:
+                break
+    if size > max_bytes:
+        raise ApiError(
+            413,
+            f"the body has {size} bytes or more, the limit is {max_bytes}: it follows from the "
+            "length of the model's context",
+            code="request_too_large",
+        )
     return bytes(body)
 
 
@@ -157,63 +166,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
         code=codes.get(error.status_code),
         headers=dict(error.headers or {}),
     ).response()
-
-
-class ErrorsAsJson:
-    """Turns whatever a route raises into the OpenAI error object."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started = False
-
-        async def watch(message: Any) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        except Exception as error:
-            if started:
-                raise
-            await from_exception(error, request_id(scope)).response()(scope, receive, send)
-
-
-class RequireKey:
-    """Asks for `Authorization: Bearer KEY` on every path but the open ones."""
-
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests = [_digest(key) for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-        scheme, _, key = given.partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            refusal = unauthorized("no API key given; send 'Authorization: Bearer KEY'")
-        elif self._known(key.strip()):
-            await self._app(scope, receive, send)
-            return
-        else:
-            refusal = unauthorized("the API key is not valid")
-        await refusal.response()(scope, receive, send)
-
-    def _known(self, key: str) -> bool:
-        # Digests of equal length, all compared: time tells neither length nor position.
-        digest = _digest(key)
-        found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(digest, known)
-        return found
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

@@ -7,23 +7,24 @@ Fields after "Beyond the public API" are ours or follow what other open servers 
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from actors.errors import InvalidRequest
 from deploy.openai import unsupported
-
-TokenId = Annotated[int, Field(ge=0)]
-
-
-class Strict(BaseModel):
-    """Base of every request part: no field we did not declare."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+from deploy.openai.fields import (
+    ApiFault,
+    Ids,
+    Int,
+    Objects,
+    PromptForms,
+    Strict,
+    TextOrTexts,
+)
+from deploy.text import Conversation, Prompt, Text, messages_of
 
 
 class StreamOptions(Strict):
@@ -39,19 +40,59 @@ class SpeculationOptions(Strict):
     """Lowers, for one request, what the server allows."""
 
     enabled: bool = True
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: Int | None = None
 
 
-class Message(Strict):
-    """One turn, a `deploy.text.Turn`."""
+# Fields of `Rendering` that mean something for messages only, and what asks for nothing.
+_OF_MESSAGES: Final[Mapping[str, Any]] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template_kwargs": {},
+}
 
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    refusal: str | None = None
+
+class Rendering(Strict):
+    """How messages or a text become the ids of a prompt, on every route that does it."""
+
+    # Beyond the public API. None: for a text, and not for messages, whose template writes them.
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def of_messages(self, messages: Objects) -> Prompt:
+        """The prompt of a conversation."""
+        return Conversation(
+            messages_of(messages),
+            self.add_generation_prompt,
+            self.continue_final_message,
+            self.chat_template_kwargs,
+            bool(self.add_special_tokens),
+        )
+
+    def of_text(self, prompt: str | list[int]) -> Prompt:
+        """The prompt of a text, or of token ids as they are.
+
+        Raises:
+            InvalidRequest: A field asks for something that such a prompt has not.
+        """
+        for field, neutral in _OF_MESSAGES.items():
+            if getattr(self, field) != neutral:
+                raise InvalidRequest(
+                    f"'{field}' is about messages; this request has a prompt without turns",
+                    param=field,
+                )
+        if isinstance(prompt, str):
+            return Text(prompt, self.add_special_tokens is not False)
+        if self.add_special_tokens:
+            raise InvalidRequest(
+                "'add_special_tokens' is about text; token ids are taken as they are",
+                param="add_special_tokens",
+            )
+        return prompt
 
 
-class Sampling(Strict, ABC):
+class Sampling(Rendering, ABC):
     """What chat and plain completions share."""
 
     table: ClassVar[Mapping[str, tuple[unsupported.Neutral, str]]]
@@ -61,13 +102,13 @@ class Sampling(Strict, ABC):
     stream_options: StreamOptions | None = None
     temperature: float = Field(default=1.0, le=2)
     top_p: float = 1.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    seed: Int | None = None
+    stop: TextOrTexts = Field(default_factory=list)
     # Beyond the public API
-    top_k: int = Field(default=0, ge=-1)
+    top_k: Int = Field(default=0, ge=-1)
     min_p: float = 0.0
-    min_tokens: int = 0
-    stop_token_ids: list[int] | None = None
+    min_tokens: Int = 0
+    stop_token_ids: Ids = Field(default_factory=list)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -75,26 +116,19 @@ class Sampling(Strict, ABC):
     cache_salt: str | None = None
     speculation: SpeculationOptions | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _none_is_default(cls, values: Any) -> Any:
-        # Client libraries send null for "not set".
-        if isinstance(values, dict):
-            return {name: value for name, value in values.items() if value is not None}
-        return values
-
     @model_validator(mode="after")
     def _check(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
             raise ApiFault("stream_options", "only allowed with stream: true")
         return self
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings as a tuple."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    @abstractmethod
+    def to_prompt(self) -> Prompt:
+        """What to go on from.
+
+        Raises:
+            InvalidRequest: A message or a field of the prompt is wrong.
+        """
 
     @property
     @abstractmethod
@@ -117,29 +151,16 @@ class Sampling(Strict, ABC):
         """The field that asks for the most likely tokens, for error messages."""
 
 
-class ApiFault(ValueError):
-    """A cross-field mistake, found inside a validator; `param` is the field to name."""
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
-        self.message = message
-
-
 class ChatCompletionRequest(Sampling):
     """Body of POST /v1/chat/completions."""
 
     table = unsupported.CHAT
 
-    messages: list[Message]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    messages: Objects
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0)
-    # Beyond the public API
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    top_logprobs: Int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -151,6 +172,9 @@ class ChatCompletionRequest(Sampling):
                 "max_tokens", f"max_tokens {both[0]} and max_completion_tokens {both[1]} differ"
             )
         return self
+
+    def to_prompt(self) -> Prompt:
+        return self.of_messages(self.messages)
 
     @property
     def limit(self) -> int | None:
@@ -175,12 +199,10 @@ class CompletionRequest(Sampling):
 
     table = unsupported.COMPLETIONS
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: PromptForms
     # 16 is the public API's default.
-    max_tokens: int = 16
-    logprobs: int | None = Field(default=None, ge=0)
-    # Beyond the public API
-    add_special_tokens: bool = True
+    max_tokens: Int = 16
+    logprobs: Int | None = Field(default=None, ge=0)
 
     @property
     def limit(self) -> int | None:
@@ -194,20 +216,12 @@ class CompletionRequest(Sampling):
     def logprobs_field(self) -> str:
         return "logprobs"
 
-    def single_prompt(self) -> str | list[int]:
-        """The one prompt of the request.
-
-        Raises:
-            InvalidRequest: Several prompts, or none.
-        """
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return prompt
-        if prompt and isinstance(prompt[0], int):
-            return [int(token) for token in prompt]
+    def to_prompt(self) -> Prompt:
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return self.of_text(prompt)
         if len(prompt) == 1:
-            only = prompt[0]
-            return only if isinstance(only, str) else list(only)  # type: ignore[arg-type]
+            return self.of_text(prompt[0])
         raise InvalidRequest(
             f"'prompt' holds {len(prompt)} prompts; this server takes one per request",
             param="prompt",
@@ -215,16 +229,14 @@ class CompletionRequest(Sampling):
         )
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Rendering):
     """Body of POST /tokenize: a prompt or messages."""
 
     table: ClassVar[Mapping[str, tuple[unsupported.Neutral, str]]] = {}
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    messages: Objects | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -233,6 +245,16 @@ class TokenizeRequest(Strict):
             raise ApiFault("prompt", "give either 'prompt' or 'messages'")
         return self
 
+    def to_prompt(self) -> Prompt:
+        """What to tokenise.
+
+        Raises:
+            InvalidRequest: A message or a field of the prompt is wrong.
+        """
+        if self.messages is not None:
+            return self.of_messages(self.messages)
+        return self.of_text(self.prompt or "")
+
 
 class DetokenizeRequest(Strict):
     """Body of POST /detokenize."""
@@ -240,83 +262,5 @@ class DetokenizeRequest(Strict):
     table: ClassVar[Mapping[str, tuple[unsupported.Neutral, str]]] = {}
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Ids
     skip_special_tokens: bool = False
-
-
-Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-
-
-def parse(raw: bytes, model: type[Body]) -> Body:
-    """The request in `raw`.
-
-    Raises:
-        InvalidRequest: It names the first field at fault.
-    """
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
-    try:
-        return model.model_validate(unsupported.drop_neutral(body, model.table))
-    except ValidationError as error:
-        raise _first_fault(error, model) from None
-
-
-def _first_fault(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
-    faults = error.errors(include_url=False)
-    # An unknown field explains the others (a misspelt `messages` is also a missing `messages`).
-    fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-    # A union reports each member's complaint under the member's name: keep names and indices that
-    # the client wrote.
-    path = _path(fault["loc"], model)
-    if fault["type"] == "extra_forbidden":
-        return InvalidRequest(
-            f"'{path}' is not supported: no such field is known here",
-            param=path,
-            code="unknown_parameter",
-        )
-    cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ApiFault):
-        return InvalidRequest(f"'{cause.param}': {cause.message}", param=cause.param)
-    if fault["type"] == "missing":
-        return InvalidRequest(
-            f"'{path}' is required", param=path, code="missing_required_parameter"
-        )
-    return InvalidRequest(f"'{path}': {_message(fault)}", param=path)
-
-
-def _message(fault: Mapping[str, Any]) -> str:
-    text = str(fault["msg"])
-    text = text[0].lower() + text[1:]
-    given = fault.get("input")
-    if isinstance(given, int | float | bool) or (isinstance(given, str) and len(given) <= 40):
-        return f"{text}, got {given!r}"
-    return text
-
-
-def _path(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    top = str(location[0]) if location else "body"
-    parts = [top]
-    union_like = top in model.model_fields and _is_union(model.model_fields[top].annotation)
-    for index, part in enumerate(location[1:]):
-        if union_like and index == 0:
-            continue
-        if isinstance(part, int):
-            parts[-1] += f"[{part}]"
-        elif part.isidentifier() and part not in _UNION_MEMBERS:
-            parts.append(part)
-    return ".".join(parts)
-
-
-# How pydantic names the members of this module's unions in error locations.
-_UNION_MEMBERS = frozenset({"str", "int", "float", "bool", "dict", "list"})
-
-
-def _is_union(annotation: Any) -> bool:
-    # `X | None` with one real member adds no location part.
-    members = [arg for arg in getattr(annotation, "__args__", ()) if arg is not type(None)]
-    origin = getattr(annotation, "__origin__", None)
-    return origin is None and len(members) > 1

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from actors.errors import InvalidRequest
+from actors.checks import check_ids
 from deploy.engine_client import EngineClient, ReplicaReport
 from deploy.facts import ServedModel
 from deploy.openai.answers import Answer, ChatAnswer, Json, TextAnswer
@@ -27,7 +27,7 @@ from deploy.openai.sampling import names_of, to_generate_request
 from deploy.openai.streaming import events
 from deploy.recovery import RecoveryPolicy, generate_with_recovery
 from deploy.requests import Seeds, complete_request
-from deploy.text import Conversation, Prompt, Text, TextProcessor
+from deploy.text import TextProcessor
 
 T = TypeVar("T")
 REPORT_TIMEOUT_S = 3.0
@@ -39,6 +39,7 @@ class ServiceOptions:
 
     request_timeout_s: float | None = None
     least_tokens_per_chunk: int = 1
+    stream_keepalive_s: float | None = None
     recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
 
 
@@ -62,24 +63,21 @@ class OpenAIService:
         # would hold up every stream.
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that the served model's context holds."""
+        return self._served.max_model_len
+
     async def chat(self, body: ChatCompletionRequest, request_id: str) -> Json | AsyncIterator[str]:
         """POST /v1/chat/completions."""
-        prompt = Conversation(
-            body.messages,
-            body.add_generation_prompt,
-            body.continue_final_message,
-            body.chat_template_kwargs,
-        )
-        return await self._answer(body, prompt, request_id, ChatAnswer, "chatcmpl")
+        return await self._answer(body, request_id, ChatAnswer, "chatcmpl")
 
     async def complete(self, body: CompletionRequest, request_id: str) -> Json | AsyncIterator[str]:
         """POST /v1/completions."""
-        given = body.single_prompt()
-        prompt = Text(given, body.add_special_tokens) if isinstance(given, str) else given
-        return await self._answer(body, prompt, request_id, TextAnswer, "cmpl")
+        return await self._answer(body, request_id, TextAnswer, "cmpl")
 
     async def _answer(
-        self, body: Sampling, prompt: Prompt, request_id: str, kind: type[Answer], prefix: str
+        self, body: Sampling, request_id: str, kind: type[Answer], prefix: str
     ) -> Json | AsyncIterator[str]:
         self._check_model(body.model)
         # Ours, not the client's: a client may repeat its id on a retry while the first try runs.
@@ -87,7 +85,7 @@ class OpenAIService:
         asked = to_generate_request(body, engine_id)
         request = await self._off_loop(
             lambda: complete_request(
-                asked, prompt, self._text, self._served, self._seeds, names_of(body)
+                asked, body.to_prompt(), self._text, self._served, self._seeds, names_of(body)
             )
         )
         answer = kind(engine_id, int(time.time()), self._served.name, body, self._text.token_bytes)
@@ -101,10 +99,16 @@ class OpenAIService:
         if not body.stream:
             async with aclosing(runs):
                 return answer.whole([run async for run in runs])
-        # Waiting for the first run is what lets a refusal still become a status code.
+        # Waiting for the first run, which may only say that an engine took the request, is what
+        # lets a refusal still become a status code.
         first = await anext(runs)
         return events(
-            answer, first, runs, request_id, least_tokens=self._options.least_tokens_per_chunk
+            answer,
+            first,
+            runs,
+            request_id,
+            least_tokens=self._options.least_tokens_per_chunk,
+            keepalive_s=self._options.stream_keepalive_s,
         )
 
     def models(self) -> Json:
@@ -125,14 +129,9 @@ class OpenAIService:
     async def tokenize(self, body: TokenizeRequest) -> Json:
         """POST /tokenize."""
         self._check_model(body.model)
-        prompt: Prompt
-        if body.messages is not None:
-            prompt = Conversation(body.messages, body.add_generation_prompt)
-        else:
-            prompt = Text(body.prompt or "", body.add_special_tokens)
 
         def work() -> Json:
-            ids = list(self._text.ids_of(prompt))
+            ids = list(self._text.ids_of(body.to_prompt()))
             answer = {
                 "tokens": ids,
                 "count": len(ids),
@@ -147,12 +146,7 @@ class OpenAIService:
     async def detokenize(self, body: DetokenizeRequest) -> Json:
         """POST /detokenize."""
         self._check_model(body.model)
-        bad = next((t for t in body.tokens if t >= self._served.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequest(
-                f"'tokens' holds id {bad}, the vocabulary has {self._served.vocab_size} tokens",
-                param="tokens",
-            )
+        check_ids("tokens", body.tokens, self._served.vocab_size)
         text = await self._off_loop(
             lambda: self._text.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
         )

@@ -16,10 +16,6 @@ def usage_of(output: RunOutput) -> dict[str, Any]:
         "completion_tokens": output.num_output_tokens,
         "total_tokens": output.num_prompt_tokens + output.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-        },
         "speculation": {
             "num_steps": spec.num_steps,
             "num_drafts": spec.num_drafts,

@@ -109,4 +109,3 @@ class SharedReader:
         for memory in self._memory.values():
             memory.close()
         self._memory = {}
-

@@ -105,18 +105,18 @@ def engines() -> set[int]:
     return found
 
 
-def reports() -> list[dict[str, Any]]:
+def _engine() -> Any:
     from ray import serve
 
-    handle = serve.get_deployment_handle("Engine", "paceline")
-    return [answer.stats for answer in _results(handle.broadcast("report"))]
+    return serve.get_deployment_handle("Engine", "paceline")
+
+
+def reports() -> list[dict[str, Any]]:
+    return [answer.stats for answer in _results(_engine().broadcast("report"))]
 
 
 def described() -> list[dict[str, Any]]:
-    from ray import serve
-
-    handle = serve.get_deployment_handle("Engine", "paceline")
-    return [answer["data_parallel"] for answer in _results(handle.broadcast("describe"))]
+    return [answer["data_parallel"] for answer in _results(_engine().broadcast("describe"))]
 
 
 def wait_for_ranks(timeout_s: float = 90.0) -> list[dict[str, Any]]:
@@ -159,6 +159,26 @@ def test_ranks_agree_without_late_answers_and_keep_each_other_company(url: str) 
     assert all(s["dp_wait_s"]["count"] > 0 for s in stats), "both ranks served and asked"
     assert all(s["num_dp_fallbacks"] == 0 for s in stats)
     assert all(s["num_dp_dummy_steps"] > 0 for s in stats), "a rank without requests steps along"
+
+
+@with_experts
+def test_a_replica_that_hangs_costs_its_own_row_only(url: str) -> None:
+    names = {answer.replica for answer in _results(_engine().broadcast("report"))}
+    httpx.get(f"{url}/metrics", timeout=20)
+    stopped = min(engines())
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        health = httpx.get(f"{url}/health", timeout=20)
+        page = httpx.get(f"{url}/metrics", timeout=20).text
+        info = httpx.get(f"{url}/server_info", timeout=20)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert health.status_code == 200 and health.json()["healthy_replicas"] == 1
+    assert "did not answer" in health.json()["reason"] and info.status_code == 200
+    rows = [line for line in page.splitlines() if line.startswith("paceline_engine_healthy{")]
+    assert sorted(row.rpartition(" ")[2] for row in rows) == ["0.0", "1.0"]
+    assert all(any(name in row for row in rows) for name in names)
+    assert page.count("paceline_running_requests{") == 1
 
 
 def test_a_rank_killed_in_the_middle_loses_no_request_and_nothing_hangs(url: str) -> None:

@@ -43,12 +43,17 @@ def connect(engine: ScriptedEngine, text: TextProcessor) -> Connect:
     """An HTTP client of the application over the scripted engine, no network, no Ray."""
 
     def make(
-        options: ServiceOptions | None = None, api_keys: tuple[str, ...] = ()
+        options: ServiceOptions | None = None,
+        api_keys: tuple[str, ...] = (),
+        allowed_origins: tuple[str, ...] = (),
+        prefix: str = "",
     ) -> httpx.AsyncClient:
         service = OpenAIService(engine, text, SERVED, options or ServiceOptions(recovery=FAST))
+        app = create_app(service, api_keys, allowed_origins)
         return httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=create_app(service, api_keys)),
-            base_url="http://test",
+            # As Serve does behind a route prefix: the path keeps it.
+            transport=httpx.ASGITransport(app, root_path=prefix),
+            base_url=f"http://test{prefix}",
         )
 
     return make

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.errors import InvalidRequest, PromptTooLong, QueueFull
@@ -33,6 +35,40 @@ def test_prompts_are_text_token_ids_or_conversations(
     engine.prompt_len = None
     client.generate(messages=[{"role": "user", "content": "hi"}])
     assert len(engine.requests[1].prompt_token_ids) == 5
+
+
+def test_an_array_is_a_prompt_that_another_engine_can_go_on_with(
+    client: Client, engine: ScriptedEngine
+) -> None:
+    client.generate(np.array([1, 2, 3]), max_tokens=2)
+    assert engine.requests[0].prompt_token_ids == [1, 2, 3]
+    assert {type(token) for token in engine.requests[0].prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt[1]"),
+        ({"prompt": [1, 2.5]}, "prompt[1]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": np.ones((2, 2))}, "prompt[0]"),
+        ({"prompt": "\ud83d"}, "prompt"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [5]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content"),
+        ({"prompt": "hi", "stop": 5}, "stop"),
+        ({"prompt": "hi", "stop": ["\ud83d"]}, "stop"),
+        ({"prompt": "hi", "top_k": 10**20}, "top_k"),
+        ({"prompt": "hi", "cache_salt": 5}, "cache_salt"),
+    ],
+)
+def test_what_no_engine_takes_is_named(
+    client: Client, engine: ScriptedEngine, given: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        client.generate(**given)
+    assert caught.value.param == param and not engine.requests
 
 
 def test_leaving_a_stream_ends_the_request(client: Client, engine: ScriptedEngine) -> None:

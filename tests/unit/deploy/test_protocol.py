@@ -5,7 +5,9 @@ import json
 import pytest
 
 from actors.errors import InvalidRequest
-from deploy.openai.protocol import ChatCompletionRequest, CompletionRequest, parse
+from deploy.openai.parsing import parse
+from deploy.openai.protocol import ChatCompletionRequest, CompletionRequest
+from deploy.text import Text
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -86,14 +88,19 @@ def test_an_unknown_field_inside_speculation_is_named() -> None:
         ({"temperature": 2.5}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_k": -2}, "top_k"),
-        ({"stop": [1]}, "stop"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"stop": 1}, "stop"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"stream": 1}, "stream"),
+        ({"temperature": True}, "temperature"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "text": "x"}]}, "messages[0].text"),
         ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
     ],
 )
 def test_a_wrong_value_names_its_field(fields: dict[str, object], param: str) -> None:
@@ -121,13 +128,14 @@ def test_messages_are_required() -> None:
     [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])],
 )
 def test_one_prompt_in_every_public_form(prompt: object, single: object) -> None:
-    assert completion(prompt=prompt).single_prompt() == single
+    expected = Text(single) if isinstance(single, str) else single
+    assert completion(prompt=prompt).to_prompt() == expected
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], []])
 def test_several_prompts_are_refused(prompt: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        completion(prompt=prompt).single_prompt()
+        completion(prompt=prompt).to_prompt()
     assert caught.value.param == "prompt"
 
 

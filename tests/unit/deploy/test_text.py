@@ -5,13 +5,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.errors import InvalidRequest, LoadError
-from deploy.text import Conversation, Message, TextProcessor
+from deploy.text import Conversation, TextProcessor, messages_of
 from deploy.token_bytes import TokenBytes
 from tests.tiny import byte_tokenizer
 
 
 def render(text: TextProcessor, *turns: dict, **kwargs) -> str:
-    return text.decode(text.ids_of(Conversation([Message(**turn) for turn in turns], **kwargs)))
+    return text.decode(text.ids_of(Conversation(messages_of(turns), **kwargs)))
 
 
 def test_turns_are_rendered_by_the_model_s_chat_template(text: TextProcessor) -> None:
@@ -38,6 +38,12 @@ def test_turns_are_rendered_by_the_model_s_chat_template(text: TextProcessor) ->
         ({"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]},
          "messages[0].content[0].b"),
         ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": ["a"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": "a", "name": 5}, "messages[0].name"),
+        ({"role": "user", "text": "x"}, "messages[0].text"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": "\ud83d"}, "messages[0].content"),
         ({"role": "tool", "content": "x"}, "messages[0].role"),
         ({"role": "wizard", "content": "x"}, "messages[0].role"),
     ],

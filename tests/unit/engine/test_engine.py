@@ -1019,3 +1019,19 @@ def test_masks_of_two_phase_steps_hold_for_every_row(engines):
     engine.stop()
     assert len(got.token_ids) == 30 and all(token % 2 == 0 for token in got.token_ids)
     assert max(asked) == 4 and got.last.speculation.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "values", [{"top_k": 10**20}, {"min_tokens": 2**70}, {"cache_salt": "\ud800"}]
+)
+def test_what_cannot_be_planned_ends_its_own_request_only(engines, monkeypatch, values):
+    """Values that admission should have refused, as if a rule for them were missing."""
+    engine = engines(3, fakes.mixed(SCRIPT))
+    monkeypatch.setattr("actors.verifier.admission.check_sampling", lambda *_: None)
+    innocent = fakes.Collected()
+    engine.add_request(fakes.request("innocent", PROMPT, max_tokens=40), innocent)
+    with pytest.raises((OverflowError, UnicodeEncodeError)):
+        engine.add_request(fakes.request("bad", PROMPT, **values), fakes.Collected())
+    after = one(engine, max_tokens=40)
+    wait_idle(engine)
+    assert innocent.token_ids == after.token_ids == fakes.plain(SCRIPT, PROMPT, 40)
