@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import yaml
 
@@ -143,3 +144,16 @@ def app(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def connected(app: App) -> Iterator[None]:
+    """This process as a driver on the server's private Ray."""
+    import ray
+
+    commands = [p.cmdline() for p in psutil.Process(app.process.pid).children(recursive=True)]
+    given = (part for command in commands for part in command)
+    address = next(p.partition("=")[2] for p in given if p.startswith("--gcs-address="))
+    ray.init(address, namespace="serve", log_to_driver=False, _node_ip_address="127.0.0.2")
+    yield
+    ray.shutdown()

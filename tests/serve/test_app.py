@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Timer
@@ -55,19 +55,6 @@ def complete(app: App, **fields: Any) -> httpx.Response:
     body = {"prompt": "abcabcabc", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     with app.http() as http:
         return http.post("/v1/completions", json={**body, **fields})
-
-
-@pytest.fixture(scope="module")
-def connected(app: App) -> Iterator[None]:
-    """This process as a driver on the server's private Ray."""
-    import ray
-
-    commands = [p.cmdline() for p in psutil.Process(app.process.pid).children(recursive=True)]
-    given = (part for command in commands for part in command)
-    address = next(p.partition("=")[2] for p in given if p.startswith("--gcs-address="))
-    ray.init(address, namespace="serve", log_to_driver=False, _node_ip_address="127.0.0.2")
-    yield
-    ray.shutdown()
 
 
 def test_the_openai_client_gets_the_same_answer_whole_and_streamed(app: App) -> None:
@@ -265,7 +252,9 @@ def test_every_way_in_gives_the_same_answer(app: App, connected: None, speculate
     assert "".join(part.text for part in parts) == expected[0]
     trailer = dict(call.trailing_metadata())
     assert trailer["paceline-finish-reason"] == "length" and trailer["request_id"]
-    assert (float(trailer["paceline-acceptance-length"]) > 1) == speculates
+    counts = by_stub.usage.speculation
+    assert trailer["paceline-acceptance-length"] == f"{counts.acceptance_length:.4f}"
+    assert (counts.num_drafts > 0) == speculates
 
     for target in ("paceline", app.url, f"grpc://127.0.0.1:{app.grpc_port}"):
         with Client(target) as client:

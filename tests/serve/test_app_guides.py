@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.conftest import ROOT, App, run_app
+from tests.serve.conftest import ROOT, App
 
 pytestmark = pytest.mark.ray
 
@@ -54,8 +55,15 @@ def test_the_python_guide(app: App, tiny_model: Path) -> None:
 
 def test_another_deployment_calls_ours(app: App, connected: None) -> None:
     _, composition, _ = blocks("python.md", "python")
-    namespace: dict[str, object] = {}
+    from ray import serve
+
+    namespace: dict[str, Any] = {}
     exec(composition, namespace)
-    with run_app(app, namespace["Summary"], "summary") as url:
-        answer = httpx.post(url, content="the cat sat on the mat", timeout=60)
-    assert answer.status_code == 200 and len(answer.text) > 1
+    summary: Any = namespace["Summary"]
+    few = summary.options(ray_actor_options={"num_cpus": 0.1})
+    serve.run(few.bind(), name="summary", route_prefix="/summary")
+    try:
+        answer = httpx.post(f"{app.url}/summary", content="the cat sat", timeout=60)
+        assert answer.status_code == 200 and len(answer.text) > 1
+    finally:
+        serve.delete("summary")
