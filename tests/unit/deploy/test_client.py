@@ -174,7 +174,7 @@ def test_what_cannot_be_answered_is_an_error(client: Client, engine: ScriptedEng
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("call", "field"),
     [
         ({"prompt": [1, "x"]}, "prompt"),
         ({"prompt": [1, 2.5]}, "prompt"),
@@ -188,13 +188,13 @@ def test_what_cannot_be_answered_is_an_error(client: Client, engine: ScriptedEng
     ],
 )
 def test_what_no_engine_takes_is_named_by_every_way(
-    client: Client, engine: ScriptedEngine, given: dict[str, Any], field: str
+    client: Client, engine: ScriptedEngine, call: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=field):
-        if "messages" in given:
-            client.chat(**given)
+        if "messages" in call:
+            client.chat(**call)
         else:
-            client.generate(**given)
+            client.generate(**call)
     assert not engine.requests
 
 
