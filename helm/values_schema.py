@@ -126,6 +126,7 @@ Values = _section(
         **_SWITCH,
         maxUnavailable=Count | Annotated[str, Field(pattern=r"^[0-9]+%$")],
     ),
+    grpc=_section("Grpc", **_SWITCH),
     networkPolicy=_section(
         "NetworkPolicy",
         **_SWITCH,

@@ -184,6 +184,23 @@ def test_the_serve_config_is_ours_and_serves(name: str, tmp_path: Path) -> None:
     assert explanation.can_start
 
 
+def test_grpc_is_served_where_it_is_switched_on() -> None:
+    assert "9000" not in str(documents({}))
+    found = documents(values_of("everything"))
+    functions = ["deploy.grpc.add_to_server"]
+    assert serve_config(found)["grpc_options"] == {
+        "port": 9000, "grpc_servicer_functions": functions,
+    }  # fmt: skip
+    cluster = only(found, "RayService")["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container, *_) = group["template"]["spec"]["containers"]
+        # The operator puts ports of that name on the Serve service.
+        assert {"name": "serve-grpc", "containerPort": 9000} in container["ports"]
+    policy = only(found, "NetworkPolicy")
+    ports = [rule["ports"][0]["port"] for rule in policy["spec"]["ingress"] if "ports" in rule]
+    assert 9000 in ports
+
+
 def test_args_keep_their_types() -> None:
     # A writer of YAML makes 1e+06 of a million, and a template breaks quotes.
     engine = values_of("everything")["engine"]
