@@ -165,6 +165,7 @@ async def _close(client: AsyncClient) -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 async def _pump(
