@@ -130,6 +130,18 @@ def check_every_field(engine: Any, k: int, plain: dict[str, RunOutput] | None = 
     return answers
 
 
+def check_same_answers(engine: Any, plain: dict[str, RunOutput]) -> None:
+    """Every field's answer, of all requests at once, is that of `plain`: `check_every_field` of
+    another engine."""
+    names = ["", *FIELDS]
+    requests = [GREEDY, *({**base, **values} for values, base, _ in FIELDS.values())]
+    for name, run in zip(names, ask(engine, requests), strict=True):
+        assert (run.token_ids, run.text) == (plain[name].token_ids, plain[name].text), name
+        ours, theirs = run.logprobs or (), plain[name].logprobs or ()
+        # Sums over ranks differ in their last bits.
+        assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in zip(ours, theirs, strict=True))
+
+
 def check_text(engine: Any) -> dict[str, RunOutput]:
     """Stop strings, the end of sequence and special tokens."""
     answers = {}

@@ -14,7 +14,7 @@ import pytest
 from actors.errors import EngineDead, EngineError, InvalidRequest, QueueFull, RequestError
 from actors.requests import FinishReason, RunOutput
 from deploy.client import AsyncClient, Client
-from deploy.failures import RequestAborted, is_busy
+from deploy.failures import RequestAborted, Unauthenticated, is_busy
 from deploy.runs import merge
 from tests.tiny import write_tiny_config
 from tests.unit.deploy.fakes import ScriptedEngine
@@ -239,3 +239,27 @@ def test_the_client_for_asyncio(engine: ScriptedEngine, tokenizer: str) -> None:
                 await waiting
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("way", ["http", "grpc"])
+def test_a_key_is_asked_for_where_the_server_has_keys(
+    way: str, engine: ScriptedEngine, tokenizer: str
+) -> None:
+    engine.served["tokenizer"] = tokenizer
+    for key in (None, "wrong"):
+        with (
+            Client.over(opening(way, engine, ("one", "two"), key)) as client,
+            pytest.raises(Unauthenticated, match="API key"),
+        ):
+            client.generate("hi")
+    assert not engine.requests
+    with Client.over(opening(way, engine, ("one", "two"), "two")) as client:
+        assert client.generate("hi").text == "Hello world"
+        assert client.describe()["lossless"] is True
+
+
+def test_the_blocking_client_works_in_a_running_event_loop(client: Client) -> None:
+    async def notebook() -> str:
+        return client.generate("hi").text
+
+    assert asyncio.run(notebook()) == "Hello world"

@@ -64,8 +64,10 @@ class Served:
         await self._end()
 
 
-def opening(way: str, engine: ScriptedEngine, keys: tuple[str, ...] = ()) -> Opening:
-    """How a client opens `way` to the engine."""
+def opening(
+    way: str, engine: ScriptedEngine, keys: tuple[str, ...] = (), key: str | None = None
+) -> Opening:
+    """How a client with `key` opens `way` to the engine, whose server has `keys`."""
 
     async def over_grpc() -> Route:
         server = grpc.aio.server()
@@ -73,7 +75,7 @@ def opening(way: str, engine: ScriptedEngine, keys: tuple[str, ...] = ()) -> Ope
         add_to_server(ServedRpcs(service), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        return Served(GrpcRoute(f"grpc://127.0.0.1:{port}", None, 5.0), lambda: server.stop(None))
+        return Served(GrpcRoute(f"grpc://127.0.0.1:{port}", key, 5.0), lambda: server.stop(None))
 
     async def over_http() -> Route:
         front = await front_over(engine, 1.0)
@@ -88,7 +90,7 @@ def opening(way: str, engine: ScriptedEngine, keys: tuple[str, ...] = ()) -> Ope
             server.should_exit = server.force_exit = True
             await serving
 
-        return Served(HttpRoute(f"http://127.0.0.1:{port}", None, 5.0), end)
+        return Served(HttpRoute(f"http://127.0.0.1:{port}", key, 5.0), end)
 
     async def over_handle() -> Route:
         return await front_over(engine, 1.0)
