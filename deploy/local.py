@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Thread
 from typing import Any, Final
@@ -66,12 +66,10 @@ def serving(
         finally:
             with stops.ending():
                 say("Shutting down")
-                if address is not None:
-                    # Someone else's cluster: only what we brought goes.
-                    for name in file.app_names:
-                        _bounded(partial(serve.delete, name), _DRAIN_S)
-                elif is_ready:
-                    _bounded(serve.shutdown, _DRAIN_S)
+                # Deleting takes no new requests and lets running ones end; Serve's shutdown cuts
+                # them. A Ray of our own that serves nothing yet is simply ended.
+                if is_ready or address is not None:
+                    _bounded([partial(serve.delete, name) for name in file.app_names], _DRAIN_S)
 
 
 def _deploy(file: ServeFile) -> None:
@@ -161,16 +159,19 @@ def _reason(app: Any) -> str:
     return (errors or lines or ["no reason was given"])[-1]
 
 
-def _bounded(action: Callable[[], Any], seconds: float) -> None:
-    """Run `action`, but do not wait longer than `seconds`: what follows ends the processes."""
+def _bounded(actions: Sequence[Callable[[], Any]], seconds: float) -> None:
+    """Run `actions` side by side, and wait no longer than `seconds` for all."""
 
-    def quiet() -> None:
+    def quiet(action: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception):
             action()
 
-    thread = Thread(target=quiet, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    threads = [Thread(target=quiet, args=(action,), daemon=True) for action in actions]
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def say_to_stdout(line: str) -> None:

@@ -94,7 +94,13 @@ def test_a_service_managers_stop_ends_the_server_and_leaves_nothing(app: App) ->
     assert app.said[-1].startswith(f"Ready: {app.url}")
     started = psutil.Process(app.process.pid).children(recursive=True)
     assert len(started) > 3
-    app.process.send_signal(signal.SIGTERM)
+    body = {"model": "tiny", "prompt": [5] * 8, "stream": True, "max_tokens": 400}
+    body |= {"ignore_eos": True}
+    with app.http().stream("POST", "/v1/completions", json=body) as answer:
+        events = answer.iter_lines()
+        next(events)
+        app.process.send_signal(signal.SIGTERM)
+        assert [line for line in events if line][-1] == "data: [DONE]", "an answer was cut"
     out, _ = app.process.communicate(timeout=60)
     errors = app.errors.read_text()
     assert app.process.returncode == 0, out + errors
