@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,15 +56,18 @@ def read_serve_file(
     Raises:
         UserError: The file cannot be read, is no Serve config, or holds settings that cannot work.
     """
+    config: Any = None
+    # What cannot be read is explained with its line.
+    with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if isinstance(config, dict) and "applications" not in config:
+        raise UserError(f"{path} is not a Serve config: it has no list of 'applications'")
     explanation = explain_file(path, bundles=bundles_of, overrides=overrides)
     if refusals := explanation.refusals:
         first, more = refusals[0], len(refusals) - 1
         fix = f"; fix: {first.fix}" if first.fix else ""
         rest = f" (and {more} more: paceline explain {path})" if more else ""
         raise UserError(f"{path}:{first.line}: {first.message}{fix}{rest}")
-    config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if "applications" not in config:
-        raise UserError(f"{path} is not a Serve config: it has no list of 'applications'")
     for app in config["applications"]:
         if app["import_path"] == BUILDER:
             app["args"] = {**(app.get("args") or {}), **(overrides or {})}
