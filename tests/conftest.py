@@ -22,21 +22,22 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.environ["PACELINE_CACHE"] + 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Groups that start first, in this order, because they take longest. One process runs a group:
-# there is one Ray at a time, and folders that share processes or models make them once.
-_FIRST = ("ray", "tests/parity/test_demo_model.py", "tests/architecture")
+# folders that share processes or models make them once. The served application has a Ray of its
+# own; it comes last, when the other process is nearly through with its Rays.
+_FIRST = ("tests/ray", "tests/parity/test_demo_model.py", "tests/architecture")
+_LAST = ("tests/serve",)
 
 
 def _group(nodeid: str) -> str:
     path = nodeid.partition("::")[0]
     folder = path.rpartition("/")[0]
-    if folder in ("tests/ray", "tests/serve"):
-        return "ray"
     return path if folder in ("tests/parity", "tests/unit/engine") else folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ranks = {name: number for number, name in enumerate(_FIRST)}
-    items.sort(key=lambda item: ranks.get(_group(item.nodeid), len(ranks)))
+    ranks = {name: number - len(_FIRST) for number, name in enumerate(_FIRST)}
+    ranks |= {name: number + 1 for number, name in enumerate(_LAST)}
+    items.sort(key=lambda item: ranks.get(_group(item.nodeid), 0))
 
 
 @pytest.hookimpl(optionalhook=True)

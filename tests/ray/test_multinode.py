@@ -28,7 +28,6 @@ pytestmark = pytest.mark.ray
 
 ROOT = str(Path(__file__).parents[2])
 REPEATING = [70, 71, 72, 73] * 8
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 @pytest.fixture(scope="module")
@@ -142,32 +141,3 @@ def test_target_and_draft_on_other_nodes_and_the_end_of_each(
     while psutil.pid_exists(victim) and psutil.Process(victim).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def test_target_ranks_on_two_nodes_give_the_tokens_of_one(
-    nodes: list[str], tiny_pair: tuple[Path, Path]
-) -> None:
-    """Each node's plan goes through its own relay; the ranks' collectives cross nodes."""
-    target, _ = tiny_pair
-    expected = plain(target, NGRAM)
-    cfg = config(target, NGRAM, tensor_parallel_size=2)
-    group = placement_group(list(replica_placement(cfg).bundles), strategy="STRICT_SPREAD")
-    ray.get(group.ready(), timeout=60)
-    replica = Replica.start(cfg, group)
-    try:
-        assert sorted(replica.describe()["target_nodes"]) == sorted(nodes)
-        assert tokens(replica.engine, "two nodes") == expected
-        victims = [f["pid"] for f in replica.describe()["actors"]]
-        killed: list[float] = []
-
-        def kill(num_tokens: int) -> None:
-            if num_tokens > 20 and not killed:
-                killed.append(time.monotonic())
-                os.kill(victims[1], signal.SIGKILL)
-
-        with pytest.raises(RequestLost, match=r"WorkerLost|EngineDead"):
-            tokens(replica.engine, "rank 1 dies", kill)
-        assert time.monotonic() - killed[0] < 10
-    finally:
-        replica.stop()
-        remove_placement_group(group)

@@ -26,7 +26,9 @@ def here(code: str, app: App, model: Path) -> str:
     ports = {":8000": app.url.rpartition("/")[2].partition(":")[2], ":9000": str(app.grpc_port)}
     for port, ours in ports.items():
         code = code.replace(port, f":{ours}")
-    return code.replace('"MODEL", max_model_len=2048', f'"{model}", max_model_len=256')
+    return code.replace(
+        '"MODEL", max_model_len=2048', f'"{model}", max_model_len=256, compile_layers="off"'
+    )
 
 
 def said_by(code: str) -> str:

@@ -46,7 +46,7 @@ def test_a_misspelt_argument_is_named(tiny_model: Path, tmp_path: Path) -> None:
 def test_a_missing_file_and_a_file_that_is_no_config(tmp_path: Path) -> None:
     assert "cannot read" in fails("serve", str(tmp_path / "none.yaml"))
     (tmp_path / "x.yaml").write_text("a: 1")
-    assert "x.yaml:1: unknown key 'a'" in fails("serve", str(tmp_path / "x.yaml"))
+    assert "applications" in fails("serve", str(tmp_path / "x.yaml"))
 
 
 def test_chat_without_a_server() -> None:
