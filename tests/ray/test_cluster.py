@@ -46,6 +46,9 @@ def write_file(folder: Path, model: Path, port: int, **changes: Any) -> Path:
         **changes,
     }  # fmt: skip
     app = {"name": "paceline", "route_prefix": "/", "import_path": "deploy.app:build", "args": args}
+    # On the first node: its own loss would cut the front's connections.
+    front = {"num_cpus": 0.05, "resources": {"head": 0.01}}
+    app["deployments"] = [{"name": "Ingress", "ray_actor_options": front}]
     file = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
@@ -63,7 +66,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("PYTHONPATH", ROOT + os.pathsep + os.environ.get("PYTHONPATH", ""))
         common = {"object_store_memory": 80_000_000, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **common})
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "resources": {"head": 1.0}, **common},
+        )
         try:
             for _ in range(2):
                 cluster.add_node(num_cpus=1, **common)
@@ -81,16 +87,6 @@ def file(
     file = read_serve_file(path)
     with serving(file, cluster.address, print):
         yield file
-
-
-def front_node(cluster: Cluster) -> Any:
-    """The node of the HTTP front: its own loss would cut its connections."""
-    for process in psutil.process_iter(["cmdline", "ppid"]):
-        if any("ServeReplica:paceline:Ingress" in part for part in process.info["cmdline"] or ()):
-            for node in (cluster.head_node, *cluster.worker_nodes):
-                if node.all_processes["raylet"][0].process.pid == process.info["ppid"]:
-                    return node
-    raise AssertionError("there is no front")
 
 
 def nodes_of(url: str, cluster: Cluster) -> list[Any]:
@@ -132,7 +128,7 @@ def test_streams_outlive_a_node(file: ServeFile, cluster: Cluster) -> None:
     assert {len(tokens) for tokens in expected} == {180}
     used = nodes_of(file.url, cluster)
     assert len(used) == 2
-    victim = next(n for n in cluster.worker_nodes if n in used and n is not front_node(cluster))
+    victim = next(node for node in cluster.worker_nodes if node in used)
     lost = threading.Event()
 
     def lose_node(num_tokens: int) -> None:
@@ -158,7 +154,7 @@ def test_a_redeploy_and_new_knobs_under_requests_lose_nothing(
             config = copy.deepcopy(file.config)
             (app,) = config["applications"]
             if "user_config" in change:
-                app["deployments"] = [{"name": "Engine", **change}]
+                app["deployments"].append({"name": "Engine", **change})
             else:
                 app["args"] |= change
             begun = threading.Event()
