@@ -10,18 +10,15 @@ from ray.serve.config import GangSchedulingConfig
 
 from actors.startup.nodes import replica_placement
 from deploy.api_keys import ApiKeys
-from deploy.before_start import INGRESS_CPUS
 from deploy.engine import Engine
 from deploy.engine_client import HandleEngineClient
 from deploy.facts import ServedModel
-from deploy.grpc.service import GrpcService, Rpcs
-from parallel.placement import VERIFIER_CPUS, pack_strategy
-from specconfig.app_args import AppArgs
+from deploy.grpc.rpcs import Rpcs
+from parallel.placement import INGRESS_CPUS, VERIFIER_CPUS, pack_strategy
+from specconfig.app_args import ENGINE, INGRESS, AppArgs
 from specconfig.engine import EngineConfig
 from specconfig.readers import check_supported
 
-ENGINE_NAME: Final = "Engine"
-INGRESS_NAME: Final = "Ingress"
 # Answers run for minutes; a replica that drains must be given that long to finish them.
 DRAIN_S: Final = 600.0
 # /health, /metrics and /v1/models must get through while every engine slot is taken.
@@ -35,6 +32,7 @@ class Ingress(Rpcs):
     def __init__(self, engine: Any, args: AppArgs) -> None:
         # Imported here: the driver and the Serve controller only build the app.
         from deploy.front import Front
+        from deploy.grpc.service import GrpcService
         from deploy.openai.service import OpenAIService, ServiceOptions
         from deploy.text import TextProcessor
 
@@ -63,7 +61,7 @@ def build(args: AppArgs) -> Application:
     check_supported(config)
     capacity = args.resolved_max_ongoing_requests
     engine = serve.deployment(
-        name=ENGINE_NAME,
+        name=ENGINE,
         num_replicas=args.resolved_num_replicas,
         # A few more than the engine takes: it refuses them in milliseconds, exactly at its limit
         # and with an estimate of when to come back. Serve's own limit counts requests that are
@@ -81,7 +79,7 @@ def build(args: AppArgs) -> Application:
         user_config={},
     )(Engine)
     ingress = serve.deployment(
-        name=INGRESS_NAME,
+        name=INGRESS,
         num_replicas=args.num_ingress_replicas,
         max_ongoing_requests=2 * args.ingress_max_ongoing_requests + _INGRESS_HEADROOM,
         ray_actor_options={"num_cpus": INGRESS_CPUS},

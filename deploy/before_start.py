@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from deploy.errors import UserError
 from deploy.serve_file import ServeFile
-from parallel.placement import place_replica
-from specconfig.explaining.deployment_rules import ENGINE, INGRESS
+from parallel.placement import INGRESS_CPUS, place_replica
+from specconfig.app_args import ENGINE, INGRESS
 from specconfig.explaining.explanation import AppExplanation
-
-INGRESS_CPUS: Final = 0.1
 
 
 def check_port(host: str, port: int) -> None:

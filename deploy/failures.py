@@ -95,7 +95,7 @@ def is_intended(error: BaseException) -> bool:
     """Whether a replica was lost because somebody ended it: Serve does, to replace a gang or an
     old version. No request is at fault then."""
     cause = root_cause(error)
-    if isinstance(cause, EngineStopped | DeploymentUnavailableError):
+    if isinstance(cause, EngineStopped):
         return True
     # Ray has no class for it.
     return isinstance(cause, RayActorError) and "killed by `ray.kill`" in str(cause)

@@ -69,7 +69,6 @@ class Journal:
         # Of the current attempt: tokens and characters the client already has.
         self._skip_tokens = 0
         self._skip_chars = 0
-        self._base = 0
 
     def record(self, output: RunOutput) -> RunOutput:
         """`output` in terms of the whole request, without what the client already has."""
@@ -99,7 +98,6 @@ class Journal:
     def continuation(self, attempt: int) -> GenerateRequest | None:
         """The request that goes on where the client stands; None when nothing is left to do."""
         kept, chars = self._clean_cut()
-        self._base = kept
         self._skip_tokens = len(self._emitted) - kept
         self._skip_chars = len(self._text) - chars
         self._past, self._current = _added(self._past, self._current), SpeculationStats()

@@ -136,7 +136,7 @@ class TextProcessor:
             # Arrays and tensors, for callers that have them.
             listed: Sequence[int] = prompt.tolist() if hasattr(prompt, "tolist") else prompt
             return listed
-        _check_text(text, param)
+        check_text(text, param)
         least = self._bound.least_tokens(text) if self._bound and max_model_len else 0
         if max_model_len is not None and least >= max_model_len:
             raise PromptTooLong(least, max_model_len, is_least=True)
@@ -222,7 +222,7 @@ def _plain_turn(turn: Message, index: int) -> dict[str, str]:
     role = "system" if turn.role == "developer" else turn.role
     plain = {"role": role, "content": _plain_content(turn.content, where)}
     if turn.name is not None:
-        _check_text(turn.name, f"{where}.name")
+        check_text(turn.name, f"{where}.name")
         plain["name"] = turn.name
     return plain
 
@@ -233,7 +233,7 @@ def _plain_content(content: str | Sequence[Mapping[str, Any]] | None, where: str
         raise InvalidRequest(f"'{place}' is required", param=place)
     if isinstance(content, list | tuple):
         return "".join(_part_text(part, f"{place}[{n}]") for n, part in enumerate(content))
-    _check_text(content, place)
+    check_text(content, place)
     return str(content)
 
 
@@ -244,14 +244,15 @@ def _part_text(part: Any, place: str) -> str:
     if kind != "text":
         raise unsupported(place, f"a part of type {shown(kind)}; only parts of type 'text' are")
     text = part.get("text")
-    _check_text(text, f"{place}.text")
+    check_text(text, f"{place}.text")
     for name, value in part.items():
         if name not in ("type", "text") and not _asks_for_nothing(value):
             _refuse(f"{place}.{name}", None)
     return str(text)
 
 
-def _check_text(text: Any, place: str) -> None:
+def check_text(text: Any, place: str) -> None:
+    """Raise InvalidRequest, which names `place`, unless `text` is text."""
     if not isinstance(text, str):
         raise InvalidRequest(f"'{place}' is {shown(text)}, must be a string", param=place)
     if not is_encodable(text):

@@ -15,6 +15,7 @@ from specconfig.engine import EngineConfig
 
 # CPU shares are bookkeeping: every process of a bundle may use all its cores, they take turns.
 VERIFIER_CPUS = 0.1
+INGRESS_CPUS = 0.1  # of the HTTP and gRPC front, in no bundle
 TARGET_CPUS = 0.4
 DRAFT_CPUS = 0.3
 _BUNDLE_CPUS = VERIFIER_CPUS + TARGET_CPUS + DRAFT_CPUS

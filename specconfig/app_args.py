@@ -11,6 +11,10 @@ from pydantic import Field, field_validator, model_validator
 from specconfig.engine_args import EngineArgs
 from specconfig.errors import ConfigError
 
+# Deployments that the application has.
+ENGINE: Final = "Engine"
+INGRESS: Final = "Ingress"
+
 # No slash, not even at the end: browsers send none.
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 

@@ -348,7 +348,7 @@ class Scheduler:
             tables.attach(request.table, hit)
             request.num_computed_tokens = num_hit
             # The drafter may have less of a hit than the target: it catches up.
-            num_whole = tables.num_whole(hit) if self._keeps_drafter_kv else 0
+            num_whole = request.table.num_whole if self._keeps_drafter_kv else 0
             request.draft_len = num_whole * limits.block_size
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_hit

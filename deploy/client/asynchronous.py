@@ -11,13 +11,13 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 from tqdm.auto import tqdm
 
-from actors.checks import check_ids, is_encodable
+from actors.checks import check_ids
 from actors.errors import InvalidRequest
 from actors.requests import GenerateRequest, RunOutput
 from deploy.client.routes import Route, open_route
 from deploy.failures import RequestAborted
 from deploy.runs import merge
-from deploy.text import Conversation, Prompt, Text, messages_of
+from deploy.text import Conversation, Prompt, Text, check_text, messages_of
 
 T = TypeVar("T")
 
@@ -213,8 +213,8 @@ def request_of(fields: dict[str, Any]) -> GenerateRequest:
         if isinstance(value, str | list):
             fields[name] = (value,) if isinstance(value, str) else tuple(value)
         for text in fields.get(name) or ():
-            _check_text(name, text)
-    _check_text("cache_salt", fields.get("cache_salt"))
+            _check_carried(text, name)
+    _check_carried(fields.get("cache_salt"), "cache_salt")
     request_id = fields.pop("request_id", None) or f"client-{uuid.uuid4().hex}"
     try:
         return GenerateRequest(request_id, (), **fields)
@@ -229,7 +229,7 @@ def prompt_of(prompt: str | Sequence[int]) -> Prompt:
         InvalidRequest: it is neither.
     """
     if isinstance(prompt, str):
-        _check_text("prompt", prompt)
+        check_text(prompt, "prompt")
         return Text(prompt)
     given: Any = prompt
     check_ids("prompt", given, _NO_VOCABULARY)
@@ -251,11 +251,12 @@ def conversation_of(messages: Turns, fields: dict[str, Any]) -> Conversation:
     kwargs = fields.pop("chat_template_kwargs", {})
     turns = messages_of(messages)
     for index, turn in enumerate(turns):
-        _check_text(f"messages[{index}].content", turn.content)
+        _check_carried(turn.content, f"messages[{index}].content")
+        _check_carried(turn.name, f"messages[{index}].name")
     return Conversation(turns, template_kwargs=kwargs, **template)
 
 
-def _check_text(where: str, value: Any) -> None:
+def _check_carried(value: Any, place: str) -> None:
     """Refuse half a character, which no way carries. Everything else is the server's to check."""
-    if isinstance(value, str) and not is_encodable(value):
-        raise InvalidRequest(f"'{where}' is not text: it holds half a character", param=where)
+    if isinstance(value, str):
+        check_text(value, place)

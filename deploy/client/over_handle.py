@@ -6,13 +6,14 @@ from deploy.engine_client import EngineClient, HandleEngineClient
 from deploy.facts import ServedModel
 from deploy.front import Front
 from deploy.text import TextProcessor
+from specconfig.app_args import ENGINE
 
 
 async def open_handle(app_name: str, timeout_s: float) -> Front:
     """A front in this process over the engines of `app_name`."""
     from ray import serve
 
-    handle = serve.get_deployment_handle("Engine", app_name)
+    handle = serve.get_deployment_handle(ENGINE, app_name)
     return await front_over(HandleEngineClient(handle), timeout_s)
 
 

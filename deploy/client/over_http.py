@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import asdict
 from typing import Any, Final
 
 import httpx
@@ -68,7 +69,7 @@ class HttpRoute:
         if isinstance(prompt, Conversation):
             path = "/v1/chat/completions"
             body |= {
-                "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.turns],
+                "messages": [asdict(turn) for turn in prompt.turns],
                 "add_generation_prompt": prompt.add_generation_prompt,
                 "continue_final_message": prompt.continue_final_message,
                 "chat_template_kwargs": dict(prompt.template_kwargs),

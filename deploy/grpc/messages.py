@@ -82,7 +82,7 @@ def conversation_of(request: pb.ChatRequest) -> Conversation:
     """The conversation of a chat request."""
     asks = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
     return Conversation(
-        [Message(turn.role, turn.content) for turn in request.messages],
+        [Message(turn.role, turn.content, turn.name or None) for turn in request.messages],
         asks,
         request.continue_final_message,
         json_format.MessageToDict(request.chat_template_kwargs),
@@ -109,7 +109,7 @@ def from_conversation(chat: Conversation, sampling: pb.Sampling) -> pb.ChatReque
         if not isinstance(turn.content, str):
             place = f"messages[{index}].content"
             raise InvalidRequest(f"'{place}' must be text over gRPC", param=place)
-        turns.append(pb.Message(role=turn.role, content=turn.content))
+        turns.append(pb.Message(role=turn.role, content=turn.content, name=turn.name))
     request = pb.ChatRequest(
         messages=turns,
         sampling=sampling,

@@ -25,43 +25,43 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ploy/grpc/paceline.proto\x12\x0bpaceline.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc7\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.paceline.v1.SamplingB\x08\n\x06promptB\x15\n\x13_add_special_tokens\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x82\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.paceline.v1.Message\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x12\x35\n\x14\x63hat_template_kwargs\x18\x06 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\"\x98\x05\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x12H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\'\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\t\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\n\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0e \x01(\tH\x0b\x88\x01\x01\x12 \n\x13speculation_enabled\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x10 \x01(\x04H\r\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokensB\x0f\n\r_num_logprobsB\r\n\x0b_cache_saltB\x16\n\x14_speculation_enabledB\x19\n\x17_num_speculative_tokens\"Y\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"\xab\x01\n\x0bSpeculation\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x12\n\nnum_drafts\x18\x02 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\x04\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x05 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x06 \x01(\x01\"\x87\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\x04\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Speculation\"\x90\x02\n\x06\x41nswer\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\x08\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x12!\n\x05usage\x18\t \x01(\x0b\x32\x12.paceline.v1.UsageB\r\n\x0bstop_reason\"\x13\n\x11ListModelsRequest\"^\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x04\x12\x12\n\nvocab_size\x18\x03 \x01(\x04\x12\x1e\n\x16num_speculative_tokens\x18\x04 \x01(\x04\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Model\"\x16\n\x14GetServerInfoRequest\">\n\x15GetServerInfoResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xad\x03\n\x08Paceline\x12=\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x13.paceline.v1.Answer\x12\x45\n\x0eGenerateStream\x12\x1c.paceline.v1.GenerateRequest\x1a\x13.paceline.v1.Answer0\x01\x12\x35\n\x04\x43hat\x12\x18.paceline.v1.ChatRequest\x1a\x13.paceline.v1.Answer\x12=\n\nChatStream\x12\x18.paceline.v1.ChatRequest\x1a\x13.paceline.v1.Answer0\x01\x12M\n\nListModels\x12\x1e.paceline.v1.ListModelsRequest\x1a\x1f.paceline.v1.ListModelsResponse\x12V\n\rGetServerInfo\x12!.paceline.v1.GetServerInfoRequest\x1a\".paceline.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ploy/grpc/paceline.proto\x12\x0bpaceline.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc7\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.paceline.v1.SamplingB\x08\n\x06promptB\x15\n\x13_add_special_tokens\"6\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\x82\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.paceline.v1.Message\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x12\x35\n\x14\x63hat_template_kwargs\x18\x06 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\"\x98\x05\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x12H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\'\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08H\x07\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\t\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\n\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0e \x01(\tH\x0b\x88\x01\x01\x12 \n\x13speculation_enabled\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x10 \x01(\x04H\r\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x16\n\x14_skip_special_tokensB\x0f\n\r_num_logprobsB\r\n\x0b_cache_saltB\x16\n\x14_speculation_enabledB\x19\n\x17_num_speculative_tokens\"Y\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"\xab\x01\n\x0bSpeculation\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x12\n\nnum_drafts\x18\x02 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\x04\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x05 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x06 \x01(\x01\"\x87\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\x04\x12-\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Speculation\"\x90\x02\n\x06\x41nswer\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\x08\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x12!\n\x05usage\x18\t \x01(\x0b\x32\x12.paceline.v1.UsageB\r\n\x0bstop_reason\"\x13\n\x11ListModelsRequest\"^\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x04\x12\x12\n\nvocab_size\x18\x03 \x01(\x04\x12\x1e\n\x16num_speculative_tokens\x18\x04 \x01(\x04\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Model\"\x16\n\x14GetServerInfoRequest\">\n\x15GetServerInfoResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xad\x03\n\x08Paceline\x12=\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x13.paceline.v1.Answer\x12\x45\n\x0eGenerateStream\x12\x1c.paceline.v1.GenerateRequest\x1a\x13.paceline.v1.Answer0\x01\x12\x35\n\x04\x43hat\x12\x18.paceline.v1.ChatRequest\x1a\x13.paceline.v1.Answer\x12=\n\nChatStream\x12\x18.paceline.v1.ChatRequest\x1a\x13.paceline.v1.Answer0\x01\x12M\n\nListModels\x12\x1e.paceline.v1.ListModelsRequest\x1a\x1f.paceline.v1.ListModelsResponse\x12V\n\rGetServerInfo\x12!.paceline.v1.GetServerInfoRequest\x1a\".paceline.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deploy.grpc.paceline_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2211
-  _globals['_FINISHREASON']._serialized_end=2306
+  _globals['_FINISHREASON']._serialized_start=2225
+  _globals['_FINISHREASON']._serialized_end=2320
   _globals['_TOKENIDS']._serialized_start=73
   _globals['_TOKENIDS']._serialized_end=96
   _globals['_GENERATEREQUEST']._serialized_start=99
   _globals['_GENERATEREQUEST']._serialized_end=298
   _globals['_MESSAGE']._serialized_start=300
-  _globals['_MESSAGE']._serialized_end=340
-  _globals['_CHATREQUEST']._serialized_start=343
-  _globals['_CHATREQUEST']._serialized_end=601
-  _globals['_SAMPLING']._serialized_start=604
-  _globals['_SAMPLING']._serialized_end=1268
-  _globals['_TOKENLOGPROB']._serialized_start=1270
-  _globals['_TOKENLOGPROB']._serialized_end=1359
-  _globals['_SPECULATION']._serialized_start=1362
-  _globals['_SPECULATION']._serialized_end=1533
-  _globals['_USAGE']._serialized_start=1536
-  _globals['_USAGE']._serialized_end=1671
-  _globals['_ANSWER']._serialized_start=1674
-  _globals['_ANSWER']._serialized_end=1946
-  _globals['_LISTMODELSREQUEST']._serialized_start=1948
-  _globals['_LISTMODELSREQUEST']._serialized_end=1967
-  _globals['_MODEL']._serialized_start=1969
-  _globals['_MODEL']._serialized_end=2063
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2065
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2121
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2123
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2145
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2147
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2209
-  _globals['_PACELINE']._serialized_start=2309
-  _globals['_PACELINE']._serialized_end=2738
+  _globals['_MESSAGE']._serialized_end=354
+  _globals['_CHATREQUEST']._serialized_start=357
+  _globals['_CHATREQUEST']._serialized_end=615
+  _globals['_SAMPLING']._serialized_start=618
+  _globals['_SAMPLING']._serialized_end=1282
+  _globals['_TOKENLOGPROB']._serialized_start=1284
+  _globals['_TOKENLOGPROB']._serialized_end=1373
+  _globals['_SPECULATION']._serialized_start=1376
+  _globals['_SPECULATION']._serialized_end=1547
+  _globals['_USAGE']._serialized_start=1550
+  _globals['_USAGE']._serialized_end=1685
+  _globals['_ANSWER']._serialized_start=1688
+  _globals['_ANSWER']._serialized_end=1960
+  _globals['_LISTMODELSREQUEST']._serialized_start=1962
+  _globals['_LISTMODELSREQUEST']._serialized_end=1981
+  _globals['_MODEL']._serialized_start=1983
+  _globals['_MODEL']._serialized_end=2077
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2079
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2135
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2137
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2159
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2161
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2223
+  _globals['_PACELINE']._serialized_start=2323
+  _globals['_PACELINE']._serialized_end=2752
 # @@protoc_insertion_point(module_scope)

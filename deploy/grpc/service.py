@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import grpc
 from google.protobuf import json_format
@@ -110,8 +110,12 @@ class GrpcService:
     async def health(self) -> health_pb2.HealthCheckResponse:
         """SERVING while at least one engine can answer. Needs no key, as /health does not."""
         health = await self._front.health()
-        serving, not_serving = health_pb2.HealthCheckResponse.ServingStatus.values()[1:3]
-        return health_pb2.HealthCheckResponse(status=serving if health.is_healthy else not_serving)
+        answer = health_pb2.HealthCheckResponse
+        return answer(status=answer.SERVING if health.is_healthy else answer.NOT_SERVING)
+
+    async def list_health(self) -> health_pb2.HealthListResponse:
+        """The same for all services, of which there is one."""
+        return health_pb2.HealthListResponse(statuses={"": await self.health()})
 
     async def watch_health(self) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The health now, and again when it has changed."""
@@ -156,39 +160,3 @@ def _trailer(run: RunOutput) -> list[tuple[str, str]]:
         ("paceline-acceptance-length", f"{spec.acceptance_length:.4f}"),
         ("paceline-num-output-tokens", str(run.num_output_tokens)),
     ]
-
-
-class Rpcs:
-    """The RPCs as methods of the ingress: Serve calls them by name."""
-
-    _grpc: GrpcService
-
-    async def Generate(self, request: pb.GenerateRequest, grpc_context: Any) -> pb.Answer:
-        return await self._grpc.whole(request, grpc_context)
-
-    async def GenerateStream(self, request: pb.GenerateRequest, grpc_context: Any) -> Any:
-        async for answer in self._grpc.stream(request, grpc_context):
-            yield answer
-
-    async def Chat(self, request: pb.ChatRequest, grpc_context: Any) -> pb.Answer:
-        return await self._grpc.whole(request, grpc_context)
-
-    async def ChatStream(self, request: pb.ChatRequest, grpc_context: Any) -> Any:
-        async for answer in self._grpc.stream(request, grpc_context):
-            yield answer
-
-    async def ListModels(self, _: pb.ListModelsRequest, grpc_context: Any) -> Any:
-        return await self._grpc.list_models(grpc_context)
-
-    async def GetServerInfo(self, _: pb.GetServerInfoRequest, grpc_context: Any) -> Any:
-        return await self._grpc.server_info(grpc_context)
-
-    async def Check(self, _: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
-        return await self._grpc.health()
-
-    async def Watch(self, _: health_pb2.HealthCheckRequest) -> Any:
-        async for answer in self._grpc.watch_health():
-            yield answer
-
-    async def List(self, _: health_pb2.HealthListRequest) -> health_pb2.HealthListResponse:
-        return health_pb2.HealthListResponse(statuses={"": await self._grpc.health()})

@@ -94,7 +94,6 @@ class OpenAIService:
     async def tokenize(self, body: TokenizeRequest) -> Json:
         """POST /tokenize."""
         self._front.check_model(body.model)
-
         text = self._front.text
 
         def work() -> Json:

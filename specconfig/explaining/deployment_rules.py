@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from specconfig.app_args import ENGINE, INGRESS
 from specconfig.engine import EngineConfig
 from specconfig.errors import ConfigError, nearest
 from specconfig.explaining.serve_rules import Finding, finding, items
 from specconfig.explaining.yaml_lines import Path
 from specconfig.runtime_knobs import RuntimeKnobs
-
-ENGINE, INGRESS = "Engine", "Ingress"
-"""Deployments that it builds."""
 
 Bundles = Callable[[EngineConfig], Sequence[Mapping[str, float]]]
 """Resources of each placement group bundle of one replica."""

@@ -26,7 +26,16 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_config(tmp_path_factory.mktemp("m")))
+    folder = write_tiny_config(tmp_path_factory.mktemp("m"))
+    template = folder / "chat_template.jinja"
+    plain = template.read_text()
+    # One that uses a turn's name.
+    named = plain.replace(
+        "+ message['content']", "+ message.name | default('') + message['content']"
+    )
+    assert named != plain
+    template.write_text(named)
+    return str(folder)
 
 
 @pytest.fixture(params=WAYS)
@@ -82,6 +91,9 @@ def test_a_prompt_is_text_token_ids_or_turns(client: Client, engine: ScriptedEng
     engine.prompt_len = None
     assert client.chat(HI).text == "Hello world"
     assert len(engine.requests[-1].prompt_token_ids) == 5
+    engine.prompt_len = None
+    client.chat([{"role": "user", "content": "hi", "name": "Ann"}])
+    assert len(engine.requests[-1].prompt_token_ids) == 5 + len("Ann")
     engine.prompt_len = None
     runs = list(client.chat_stream(HI, add_generation_prompt=False))
     assert "".join(run.text for run in runs) == "Hello world"

@@ -82,7 +82,7 @@ def test_prompts_go_there_and_back(prompt: Text | list[int]) -> None:
 
 
 def test_conversations_go_there_and_back() -> None:
-    turns = [Message("system", "s"), Message("user", "u")]
+    turns = [Message("system", "s"), Message("user", "u", "Ann")]
     chat = Conversation(turns, False, True, {"deep": {"list": [1, "a", None]}, "flag": True})
     assert conversation_of(from_conversation(chat, pb.Sampling())) == chat
     plain = Conversation(turns)

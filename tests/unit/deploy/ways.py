@@ -15,7 +15,8 @@ from deploy.client.over_handle import front_over
 from deploy.client.over_http import HttpRoute
 from deploy.client.routes import Route
 from deploy.grpc import add_to_server
-from deploy.grpc.service import CallFailed, GrpcService, Rpcs
+from deploy.grpc.rpcs import Rpcs
+from deploy.grpc.service import CallFailed, GrpcService
 from deploy.openai.ingress import create_app
 from deploy.openai.service import OpenAIService
 from tests.unit.deploy.fakes import ScriptedEngine
