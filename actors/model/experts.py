@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from actors.model.linear import PackedLinear, can_pack
+from actors.model.linear import PackedLinear, can_pack, pack
 
 EXPERTS_NAME = "paceline_packed"
 
@@ -24,7 +24,7 @@ _LIB = torch.library.Library("paceline", "FRAGMENT")
 # One op, since which experts a batch hits is data: a compiled layer must not look inside.
 _LIB.define(
     "packed_experts(Tensor x, Tensor index, Tensor weights, Tensor[] gate_up, Tensor[] down, "
-    "int width, int activation, int min_gate_up, int min_down) -> Tensor"
+    "int[] gate_up_formats, int[] down_formats, int width, int activation) -> Tensor"
 )
 _activations: list[Callable[[Tensor], Tensor]] = []
 
@@ -35,10 +35,10 @@ def _packed_experts(
     weights: Tensor,
     gate_up: list[Tensor],
     down: list[Tensor],
+    gate_up_formats: list[int],
+    down_formats: list[int],
     width: int,
     activation: int,
-    min_gate_up: int,
-    min_down: int,
 ) -> Tensor:
     num_rows, top_k = index.shape
     act = _activations[activation]
@@ -48,8 +48,9 @@ def _packed_experts(
         if expert >= len(down):
             continue  # another rank's
         rows, place = (index == expert).nonzero(as_tuple=True)
-        gate, up = linear(x[rows], gate_up[expert], None, 2 * width, min_gate_up).chunk(2, -1)
-        out = linear((act(gate) * up).contiguous(), down[expert], None, x.shape[-1], min_down)
+        both = linear(x[rows], gate_up[expert], None, 2 * width, gate_up_formats[expert])
+        gate, up = both.chunk(2, -1)
+        out = linear(act(gate) * up, down[expert], None, x.shape[-1], down_formats[expert])
         parts[rows, place] = out * weights[rows, place, None]
     total = parts[:, 0]
     for place_in_order in range(1, top_k):
@@ -73,12 +74,12 @@ def _experts_forward(
         hidden_states,
         top_k_index,
         top_k_weights.to(hidden_states.dtype),
-        [linear.packed for linear in module.packed_gate_up],
-        [linear.packed for linear in module.packed_down],
+        [linear.panels for linear in module.packed_gate_up],
+        [linear.panels for linear in module.packed_down],
+        [linear.format for linear in module.packed_gate_up],
+        [linear.format for linear in module.packed_down],
         module.packed_down[0].in_features,
         module.packed_activation,
-        module.packed_gate_up[0].min_rows,
-        module.packed_down[0].min_rows,
     )
     return out
 
@@ -121,7 +122,7 @@ def _can_pack_experts(module: Any) -> bool:
 def _pack_one(module: Any) -> None:
     for name in ("gate_up", "down"):
         stacked = module._parameters.pop(f"{name}_proj")
-        packed = nn.ModuleList(PackedLinear(weight, None) for weight in stacked)
+        packed = nn.ModuleList(PackedLinear(pack(weight), None) for weight in stacked)
         setattr(module, f"packed_{name}", packed)
     _activations.append(module.act_fn)
     module.packed_activation = len(_activations) - 1
@@ -135,7 +136,7 @@ def _pack_router(module: Any) -> None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not can_pack(weight):
         return
-    module.packed_router = PackedLinear(weight, None)
+    module.packed_router = PackedLinear(pack(weight), None)
     _run_inside(module, _RowsApart(module))
 
 

@@ -1,82 +1,76 @@
-"""Linear layers with weights packed once.
+"""Linear layers with weights packed once, for the kernel of `actors/native/linear.c`.
 
-On CPU in float32, oneDNN packs a weight for its kernels and `mkldnn._linear_pointwise` uses it:
-the ops that inductor itself emits. With a row hint of at least 4 the packed kernel computes a row
-the same way, bit for bit, whatever the number of rows; plain `F.linear` does not (docs/adr/0012).
-On some machines a single row of a long input still takes another path: what the smallest number of
-rows is from which on nothing changes is measured for each shape, and calls are filled up to it.
-Where the ops are missing the plain linear serves.
+Packed, a weight is kept as small as it came: float32 values that are bfloat16 ones in fact take two
+bytes each, and are float32 again in registers. The kernel computes a row the same way, bit for bit,
+whatever the number of rows. Without a C compiler oneDNN packs float32 weights, which is slower, and
+a row's bits may depend on how many there are.
 """
 
 from __future__ import annotations
 
-import logging
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-logger = logging.getLogger(__name__)
-
-ROW_HINT = 16
+from actors.native import products
 
 _LIB = torch.library.Library("paceline", "FRAGMENT")
-# `weight` is opaque to the compiler: it must neither be constant-folded nor re-laid out. `out`
-# carries the number of output features, which the packed tensor's shape does not show inductor.
-# With fewer than `min_rows` rows, rows of zeros are computed beside them.
+# `out_features` is what the panels' shape does not show.
 _LIB.define(
-    "packed_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features, int min_rows=1) "
+    "packed_linear(Tensor x, Tensor panels, Tensor? bias, SymInt out_features, int format) "
     "-> Tensor"
 )
 
 
-def _packed_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, min_rows: int = 1
-) -> Tensor:
-    if min_rows > 1:
-        num_rows = x.numel() // x.shape[-1]
-        if num_rows < min_rows:
-            wide = x.new_zeros(min_rows, x.shape[-1])
-            wide[:num_rows] = x.reshape(num_rows, x.shape[-1])
-            out = _multiply(wide, weight, bias)[:num_rows]
-            return out.reshape(*x.shape[:-1], out_features)
-    return _multiply(x, weight, bias)
+class Format(enum.IntEnum):
+    """How panels hold their weights: the order of `formats` in linear.c."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+# Not the kernel's: a oneDNN layout.
+_ONEDNN = -1
+_ONEDNN_ROW_HINT = 16
 
 
-# Around the widths of vectors and of the kernel's tiles, where it changes its path.
-_PROBED_ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48)
-_min_rows: dict[tuple[int, int, int], int] = {}
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out_features, in_features] in panels of 16 outputs.
 
-
-def min_rows(packed: Tensor, in_features: int, out_features: int) -> int:
-    """The least number of rows from which on a row's bits do not depend on how many there are.
-
-    Measured once for each shape and number of threads. 16 where no number was found: whoever needs
-    to know checks the whole model (`PagedCausalLM.warm_up`).
+    `panels`: one-dimensional, of any dtype; what lies in it is the format's business.
     """
-    key = (in_features, out_features, torch.get_num_threads())
-    if key not in _min_rows:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(64, in_features, generator=generator)
-        # More rows than are ever filled up to: the path that larger batches take.
-        whole = _multiply(x, packed)
-        differs = [n for n in _PROBED_ROWS if not torch.equal(_multiply(x[:n], packed), whole[:n])]
-        after = [n for n in _PROBED_ROWS if n > max(differs, default=0)]
-        _min_rows[key] = min(after[0] if after else 16, 16)
-        if differs:
-            logger.info(
-                "linear layers of %d inputs and %d outputs are filled up to %d rows",
-                in_features, out_features, _min_rows[key],
-            )  # fmt: skip
-    return _min_rows[key]
+
+    panels: Tensor
+    format: int
+    out_features: int
+    in_features: int
+
+
+def _packed_linear(
+    x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, format: int
+) -> Tensor:
+    if format == _ONEDNN:
+        return torch.ops.mkldnn._linear_pointwise(x, panels, bias, "none", [], "")  # type: ignore[no-any-return]
+    lib = products.load()
+    assert lib is not None
+    in_features = x.shape[-1]
+    rows = x.numel() // in_features
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], out_features)
+    lib.linear(
+        panels.data_ptr(), format, None if bias is None else bias.data_ptr(), out_features,
+        in_features, x.data_ptr(), in_features, rows, out.data_ptr(), out_features,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def _packed_linear_meta(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, min_rows: int = 1
+    x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, format: int
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -87,36 +81,55 @@ _LIB.impl("packed_linear", _packed_linear_meta, "Meta")
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this weight can be packed here: CPU, float32, oneDNN ops present."""
+    """Whether this weight can be packed here: on CPU, in float32."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and (products.load() is not None or hasattr(torch.ops.mkldnn, "_linear_pointwise"))
     )
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """`weight`, float32 [out_features, in_features], in panels: of bfloat16 where no bit is lost.
+
+    Raises:
+        ValueError: there is no kernel here, and oneDNN cannot pack it.
+    """
+    out_features, in_features = weight.shape
+    weight = weight.detach()
+    if products.load() is None:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ONEDNN_ROW_HINT)
+        return PackedWeight(packed, _ONEDNN, out_features, in_features)
+    format = Format.FLOAT32
+    small = weight.bfloat16()
+    if torch.equal(small.float(), weight):
+        weight, format = small, Format.BFLOAT16
+    missing = -out_features % products.PANEL
+    if missing:
+        weight = torch.cat([weight, weight.new_zeros(missing, in_features)])
+    panels = weight.view(-1, products.PANEL, in_features).transpose(1, 2).contiguous().flatten()
+    return PackedWeight(panels, format, out_features, in_features)
 
 
 class PackedLinear(nn.Module):
     """Drop-in for `nn.Linear` (inference). The original weight is not kept.
 
-    `in_features`, `out_features` as in `nn.Linear`. Input [..., in_features], same dtype.
+    `in_features`, `out_features` as in `nn.Linear`. Input float32 [..., in_features].
     """
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROW_HINT)
-        # An attribute, not a buffer: state dicts and device moves cannot handle the opaque layout.
-        self.packed = packed
-        self.min_rows = min_rows(packed, self.in_features, self.out_features)
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self.format = weight.format
+        # An attribute, not a buffer: state dicts and casts do not know the layout.
+        self.panels = weight.panels
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.paceline.packed_linear(
-            x, self.packed, self.bias, self.out_features, self.min_rows
+            x, self.panels, self.bias, self.out_features, self.format
         )
         return out
 
@@ -138,7 +151,7 @@ def pack_linears(module: nn.Module) -> tuple[int, int]:
             if type(child) is not nn.Linear:
                 continue
             if can_pack(child.weight):
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                setattr(parent, name, PackedLinear(pack(child.weight), child.bias))
                 packed += 1
             else:
                 plain += 1
@@ -164,7 +177,7 @@ class _Fused:
         out = self._out
         if x is not self._x or out is None:
             out = torch.ops.paceline.packed_linear(
-                x, part.packed, part.bias, part.out_features, part.min_rows
+                x, part.panels, part.bias, part.out_features, part.format
             )
             self._x, self._out, self._num_served = x, out, 0
         self._num_served += 1
@@ -178,10 +191,9 @@ class _FusedSlice(nn.Module):
 
     def __init__(self, linear: PackedLinear, shared: _Fused, begin: int, end: int) -> None:
         super().__init__()
-        self.packed = linear.packed
+        self.panels, self.format = linear.panels, linear.format
         self.out_features = linear.out_features
         self.register_buffer("bias", linear.bias, persistent=False)
-        self.min_rows = linear.min_rows
         self.begin, self.end = begin, end
         self._shared = shared
 
@@ -205,7 +217,7 @@ def fuse_projections(layers: Sequence[nn.Module]) -> None:
                 if biases and len(biases) != len(linears):
                     continue
                 weight = torch.cat([m.weight.detach() for m in linears])  # type: ignore[union-attr]
-                fused = PackedLinear(weight, torch.cat(biases) if biases else None)
+                fused = PackedLinear(pack(weight), torch.cat(biases) if biases else None)
                 shared = _Fused(len(names))
                 begin = 0
                 for name, linear in zip(names, linears, strict=True):

@@ -1,0 +1,208 @@
+/* Products of a few rows with a packed weight, at the speed of reading the weight once.
+ *
+ * A weight [N, K] is kept in panels of 16 outputs. A panel holds, for k = 0, 1, ... K - 1, what
+ * gives the 16 weights of input k; how is the format's business: `FORMAT_load` gives `num` rows of
+ * 16 float32 weights from input `k` on, either in place or unpacked into `space`, which stays in
+ * the first cache. Everything behind that is the same for every format.
+ *
+ * One output is one accumulator that takes its K products in order, each by one fused
+ * multiply-add: its bits depend neither on the number of rows, nor on the threads, nor on whether
+ * the weights were float32 or were made float32 here.
+ *
+ * x [rows, K] and y [rows, N] float32, rows ldx and ldy apart.
+ */
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "vector.h"
+
+#define P 16       /* outputs a panel */
+#define NV (P / W) /* vectors a row of a panel */
+#define MOST 6     /* rows whose sums fit into registers beside a panel's weights */
+#define CHUNK 256  /* inputs that are unpacked at a time for many rows; whole groups of each format */
+
+#define ALWAYS static inline __attribute__((always_inline))
+#define AT(p) (*(const vf *)(p))
+#define OUT(p) (*(vf *)(p))
+
+/* --- formats ------------------------------------------------------------------------------------
+ * GROUP: inputs that are unpacked at a time where the rows are few. */
+
+/* float32 [K][16]: used where it lies. */
+#define F32_GROUP (1 << 28)
+#define F32_SPACE 1
+ALWAYS const float *F32_load(const uint8_t *panel, int64_t k, int64_t num, int64_t K, float *space) {
+  (void)num, (void)K, (void)space;
+  return (const float *)panel + k * P;
+}
+static int64_t F32_bytes(int64_t K) { return K * P * 4; }
+
+/* bfloat16 [K][16]. */
+#define BF16_GROUP 32
+#define BF16_SPACE CHUNK
+ALWAYS const float *BF16_load(const uint8_t *panel, int64_t k, int64_t num, int64_t K,
+                              float *space) {
+  (void)K;
+  const uint16_t *from = (const uint16_t *)panel + k * P;
+  uint32_t *to = (uint32_t *)space;
+  for (int64_t i = 0; i < num * P; i++) to[i] = (uint32_t)from[i] << 16;
+  return space;
+}
+static int64_t BF16_bytes(int64_t K) { return K * P * 2; }
+
+/* --- few rows: all inputs, the sums in registers ------------------------------------------------ */
+
+typedef void Few(const uint8_t *panel, int64_t stride, int64_t K, const float *x, int64_t ldx,
+                 float *const *y, int64_t ldy, const float *const *bias);
+
+/* M rows, Q panels side by side. */
+#define FEW(FORMAT, M, Q)                                                                         \
+  static void FORMAT##_few_##M(const uint8_t *panel, int64_t stride, int64_t K, const float *x,   \
+                               int64_t ldx, float *const *y, int64_t ldy,                         \
+                               const float *const *bias) {                                        \
+    float space[Q][FORMAT##_SPACE > FORMAT##_GROUP ? FORMAT##_GROUP * P : P];                     \
+    vf a[Q][M][NV];                                                                               \
+    for (int q = 0; q < Q; q++)                                                                   \
+      for (int m = 0; m < M; m++)                                                                 \
+        for (int v = 0; v < NV; v++) a[q][m][v] = (vf){0};                                        \
+    for (int64_t k0 = 0; k0 < K; k0 += FORMAT##_GROUP) {                                          \
+      int64_t num = K - k0 < FORMAT##_GROUP ? K - k0 : FORMAT##_GROUP;                            \
+      const float *w[Q];                                                                          \
+      for (int q = 0; q < Q; q++) w[q] = FORMAT##_load(panel + q * stride, k0, num, K, space[q]); \
+      for (int64_t k = 0; k < num; k++)                                                           \
+        for (int q = 0; q < Q; q++) {                                                             \
+          vf wk[NV];                                                                              \
+          for (int v = 0; v < NV; v++) wk[v] = AT(w[q] + k * P + v * W);                          \
+          for (int m = 0; m < M; m++)                                                             \
+            for (int v = 0; v < NV; v++) a[q][m][v] += wk[v] * x[m * ldx + k0 + k];               \
+        }                                                                                         \
+    }                                                                                             \
+    for (int q = 0; q < Q; q++)                                                                   \
+      for (int m = 0; m < M; m++)                                                                 \
+        for (int v = 0; v < NV; v++)                                                              \
+          OUT(y[q] + m * ldy + v * W) = bias[q] ? a[q][m][v] + AT(bias[q] + v * W) : a[q][m][v];  \
+  }
+
+/* --- many rows: a chunk of the panel stays in the first cache while all rows pass it ------------ */
+
+#define MANY(M)                                                                                   \
+  static void many_##M(const float *w, int64_t num, const float *x, int64_t ldx, float *y,        \
+                       int64_t ldy, int is_first, const float *bias) {                            \
+    vf a[M][NV];                                                                                  \
+    for (int m = 0; m < M; m++)                                                                   \
+      for (int v = 0; v < NV; v++) a[m][v] = is_first ? (vf){0} : AT(y + m * ldy + v * W);        \
+    for (int64_t k = 0; k < num; k++) {                                                           \
+      vf wk[NV];                                                                                  \
+      for (int v = 0; v < NV; v++) wk[v] = AT(w + k * P + v * W);                                 \
+      for (int m = 0; m < M; m++)                                                                 \
+        for (int v = 0; v < NV; v++) a[m][v] += wk[v] * x[m * ldx + k];                           \
+    }                                                                                             \
+    for (int m = 0; m < M; m++)                                                                   \
+      for (int v = 0; v < NV; v++)                                                                \
+        OUT(y + m * ldy + v * W) = bias ? a[m][v] + AT(bias + v * W) : a[m][v];                   \
+  }
+MANY(1) MANY(2) MANY(3) MANY(4) MANY(5) MANY(6)
+
+typedef const float *Load(const uint8_t *panel, int64_t k, int64_t num, int64_t K, float *space);
+
+static void many(Load *load, const uint8_t *panel, int64_t K, const float *x, int64_t ldx,
+                 int64_t rows, float *y, int64_t ldy, const float *bias) {
+  float space[CHUNK * P];
+  for (int64_t k = 0; k < K; k += CHUNK) {
+    int64_t num = K - k < CHUNK ? K - k : CHUNK;
+    const float *w = load(panel, k, num, K, space), *b = k + num == K ? bias : 0;
+    for (int64_t row = 0; row < rows;) {
+      int64_t left = rows - row, m = left <= MOST ? left : left >= 2 * MOST ? MOST : (left + 1) / 2;
+      const float *from = x + row * ldx + k;
+      float *to = y + row * ldy;
+      switch (m) {
+        case 1: many_1(w, num, from, ldx, to, ldy, k == 0, b); break;
+        case 2: many_2(w, num, from, ldx, to, ldy, k == 0, b); break;
+        case 3: many_3(w, num, from, ldx, to, ldy, k == 0, b); break;
+        case 4: many_4(w, num, from, ldx, to, ldy, k == 0, b); break;
+        case 5: many_5(w, num, from, ldx, to, ldy, k == 0, b); break;
+        default: many_6(w, num, from, ldx, to, ldy, k == 0, b);
+      }
+      row += m;
+    }
+  }
+}
+
+/* --- what is asked for -------------------------------------------------------------------------- */
+
+typedef struct {
+  Few *few[MOST]; /* by rows - 1 */
+  Load *load;
+  int64_t (*bytes)(int64_t K);
+} Format;
+
+/* Panels side by side, so that enough sums are under way to hide how long one takes. */
+#define Q1 4
+#define Q2 2
+#define Q3 2
+#define FORMAT(F)                                                                                  \
+  FEW(F, 1, Q1) FEW(F, 2, Q2) FEW(F, 3, Q3) FEW(F, 4, 1) FEW(F, 5, 1) FEW(F, 6, 1)                 \
+  static const float *F##_chunk(const uint8_t *panel, int64_t k, int64_t num, int64_t K,           \
+                                float *space) {                                                    \
+    return F##_load(panel, k, num, K, space);                                                      \
+  }                                                                                                \
+  static const Format F = {{F##_few_1, F##_few_2, F##_few_3, F##_few_4, F##_few_5, F##_few_6},     \
+                           F##_chunk,                                                              \
+                           F##_bytes};
+FORMAT(F32)
+FORMAT(BF16)
+
+static const Format *const formats[] = {&F32, &BF16};
+
+/* Outputs of panels [first, end): the share of one thread. Panels behind the last whole number of
+ * outputs are filled up with anything; of their outputs only those below N are written. */
+void linear_panels(const void *weight, int64_t format, const float *bias, int64_t N, int64_t K,
+                   const float *x, int64_t ldx, int64_t rows, float *y, int64_t ldy, int64_t first,
+                   int64_t end) {
+  const Format *f = formats[format];
+  int64_t stride = f->bytes(K);
+  for (int64_t p = first; p < end;) {
+    int64_t side = rows == 1 ? Q1 : rows == 2 ? Q2 : rows == 3 ? Q3 : 1;
+    if (rows > MOST || (p + side) * P > N || p + side > end) side = 1;
+    const uint8_t *panel = (const uint8_t *)weight + p * stride;
+    int is_whole = (p + side) * P <= N;
+    float rest[is_whole ? 1 : rows * P], rest_bias[P];
+    float *to[Q1];
+    const float *b[Q1];
+    for (int q = 0; q < side; q++) {
+      to[q] = is_whole ? y + (p + q) * P : rest;
+      b[q] = bias ? bias + (p + q) * P : 0;
+    }
+    int64_t ld = is_whole ? ldy : P;
+    if (!is_whole && bias) {
+      memset(rest_bias, 0, sizeof rest_bias);
+      memcpy(rest_bias, b[0], (N - p * P) * sizeof(float));
+      b[0] = rest_bias;
+    }
+    if (rows > MOST) {
+      many(f->load, panel, K, x, ldx, rows, to[0], ld, b[0]);
+    } else if (side == 1 && rows <= 3) {
+      many(f->load, panel, K, x, ldx, rows, to[0], ld, b[0]);
+    } else {
+      f->few[rows - 1](panel, stride, K, x, ldx, to, ld, b);
+    }
+    if (!is_whole)
+      for (int64_t r = 0; r < rows; r++)
+        memcpy(y + r * ldy + p * P, rest + r * P, (N - p * P) * sizeof(float));
+    p += side;
+  }
+}
+
+/* All panels, by `threads` threads that take a few at a time. */
+void linear(const void *weight, int64_t format, const float *bias, int64_t N, int64_t K,
+            const float *x, int64_t ldx, int64_t rows, float *y, int64_t ldy, int threads) {
+  int64_t num = (N + P - 1) / P, some = (num + 8 * threads - 1) / (8 * threads);
+  some = (some + Q1 - 1) / Q1 * Q1;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t p = 0; p < num; p += some)
+    linear_panels(weight, format, bias, N, K, x, ldx, rows, y, ldy, p,
+                  p + some < num ? p + some : num);
+}
