@@ -1,7 +1,8 @@
 """Linear layers with weights packed once, for the kernel of `actors/native/linear.c`.
 
 Packed, a weight is kept as small as it came: float32 values that are bfloat16 ones in fact take two
-bytes each, and are float32 again in registers. The kernel computes a row the same way, bit for bit,
+bytes each, blocks of a GGUF file stay what they are (`actors.model.blocks`), and all are float32
+again in registers. The kernel computes a row the same way, bit for bit,
 whatever the number of rows. Without a C compiler oneDNN packs float32 weights, which is slower, and
 a row's bits may depend on how many there are.
 """
@@ -26,10 +27,19 @@ _LIB.define(
 
 
 class Format(enum.IntEnum):
-    """How panels hold their weights: the order of `formats` in linear.c."""
+    """How panels hold their weights: the order of `formats` in linear.c, names as GGUF has them."""
 
-    FLOAT32 = 0
-    BFLOAT16 = 1
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    Q8_0 = 3
+    Q4_0 = 4
+    Q4_1 = 5
+    Q5_0 = 6
+    Q5_1 = 7
+    Q4_K = 8
+    Q5_K = 9
+    Q6_K = 10
 
 
 # Not the kernel's: a oneDNN layout.
@@ -100,10 +110,10 @@ def pack(weight: Tensor) -> PackedWeight:
     if products.load() is None:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ONEDNN_ROW_HINT)
         return PackedWeight(packed, _ONEDNN, out_features, in_features)
-    format = Format.FLOAT32
+    format = Format.F32
     small = weight.bfloat16()
     if torch.equal(small.float(), weight):
-        weight, format = small, Format.BFLOAT16
+        weight, format = small, Format.BF16
     missing = -out_features % products.PANEL
     if missing:
         weight = torch.cat([weight, weight.new_zeros(missing, in_features)])

@@ -27,7 +27,7 @@ from actors.threads import cache_dir
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("paged_attention.c")
-_HEADER = Path(__file__).with_name("vector.h")
+_FOLDER = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 
 _VECTOR = 8  # W of paged_attention.c
@@ -99,8 +99,10 @@ def _cpu_identity() -> str:
 def _build(compiler: str, source: Path, flags: tuple[str, ...], purpose: str) -> Path | None:
     key = hashlib.sha256(
         b"\0".join(
-            [source.read_bytes(), _HEADER.read_bytes(), compiler.encode(), _cpu_identity().encode()]
+            [source.read_bytes(), compiler.encode(), _cpu_identity().encode()]
             + [f.encode() for f in _FLAGS + flags]
+            # What it may include.
+            + [path.read_bytes() for path in sorted(_FOLDER.glob("*.[ch]"))]
         )
     ).hexdigest()[:20]
     folder = cache_dir() / "native"

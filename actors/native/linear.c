@@ -53,6 +53,8 @@ ALWAYS const float *BF16_load(const uint8_t *panel, int64_t k, int64_t num, int6
 }
 static int64_t BF16_bytes(int64_t K) { return K * P * 2; }
 
+#include "quantised.h"
+
 /* --- few rows: all inputs, the sums in registers ------------------------------------------------ */
 
 typedef void Few(const uint8_t *panel, int64_t stride, int64_t K, const float *x, int64_t ldx,
@@ -152,10 +154,13 @@ typedef struct {
   static const Format F = {{F##_few_1, F##_few_2, F##_few_3, F##_few_4, F##_few_5, F##_few_6},     \
                            F##_chunk,                                                              \
                            F##_bytes};
-FORMAT(F32)
-FORMAT(BF16)
+FORMAT(F32) FORMAT(BF16) FORMAT(F16)
+FORMAT(Q8_0) FORMAT(Q4_0) FORMAT(Q4_1) FORMAT(Q5_0) FORMAT(Q5_1)
+FORMAT(Q4_K) FORMAT(Q5_K) FORMAT(Q6_K)
 
-static const Format *const formats[] = {&F32, &BF16};
+/* As `Format` of actors/model/linear.py numbers them. */
+static const Format *const formats[] = {&F32,  &BF16, &F16,  &Q8_0, &Q4_0, &Q4_1,
+                                        &Q5_0, &Q5_1, &Q4_K, &Q5_K, &Q6_K};
 
 /* Outputs of panels [first, end): the share of one thread. Panels behind the last whole number of
  * outputs are filled up with anything; of their outputs only those below N are written. */
@@ -205,4 +210,21 @@ void linear(const void *weight, int64_t format, const float *bias, int64_t N, in
   for (int64_t p = 0; p < num; p += some)
     linear_panels(weight, format, bias, N, K, x, ldx, rows, y, ldy, p,
                   p + some < num ? p + some : num);
+}
+
+/* Rows `ids` [num] of a weight to y [num, K]; not 0, and not all done, where an id is none. */
+int look_up(const void *weight, int64_t format, int64_t N, int64_t K, const int64_t *ids,
+            int64_t num, float *y) {
+  const Format *f = formats[format];
+  float space[CHUNK * P];
+  for (int64_t i = 0; i < num; i++) {
+    if (ids[i] < 0 || ids[i] >= N) return 1;
+    const uint8_t *panel = (const uint8_t *)weight + ids[i] / P * f->bytes(K);
+    for (int64_t k = 0; k < K; k += CHUNK) {
+      int64_t count = K - k < CHUNK ? K - k : CHUNK;
+      const float *w = f->load(panel, k, count, K, space);
+      for (int64_t c = 0; c < count; c++) y[i * K + k + c] = w[c * P + ids[i] % P];
+    }
+  }
+  return 0;
 }

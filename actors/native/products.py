@@ -21,4 +21,6 @@ def load() -> ctypes.CDLL | None:
         return None
     lib.linear.argtypes = [_P, _I, _P, _I, _I, _P, _I, _I, _P, _I, ctypes.c_int]
     lib.linear.restype = None
+    lib.look_up.argtypes = [_P, _I, _I, _I, _P, _I, _P]
+    lib.look_up.restype = ctypes.c_int
     return lib

@@ -1,10 +1,14 @@
 /* Vectors of the machine's width, as gcc and clang have them. */
+#include <stdint.h>
 #if defined(__AVX512F__)
 #define W 16    /* floats a vector */
 #elif defined(__AVX__)
 #define W 8
 #else
 #define W 4
+#endif
+#if defined(__AVX2__) && defined(__F16C__)
+#include <immintrin.h>
 #endif
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4)));

@@ -1,4 +1,5 @@
-"""Model facts from a GGUF header, under Hugging Face names. Tensor data is never touched."""
+"""The header of a GGUF file, and model facts from it under Hugging Face names. Tensor data is never
+touched."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import mmap
 import re
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specconfig.errors import FactsUnavailable, FormatError
 
@@ -41,10 +42,21 @@ _VERSIONS = (2, 3)
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
-class Header:
-    """The key-value part of a GGUF file: scalars and strings, and the lengths of arrays.
+class TensorPlace(NamedTuple):
+    """Where a tensor lies. `kind`: GGUF's number of its block type; `shape`: as numpy has it, the
+    rows' length last; `offset`: in bytes, from the file's begin."""
 
-    `tokens`: the vocabulary, where it is asked for.
+    kind: int
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Header:
+    """All of a GGUF file but its tensors' data: scalars and strings, the lengths of arrays, and
+    where each tensor lies.
+
+    `tokens`: the vocabulary, where it is asked for. `plain`: the file's own bytes of all entries
+    that are no arrays.
 
     https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read here and not with the `gguf`
     package, because that builds an array for each of a vocabulary's strings: 14 s for 262,144 of
@@ -58,21 +70,34 @@ class Header:
         self._at = 0
         self.values: dict[str, Any] = {}
         self.lengths: dict[str, int] = {}
+        self.plain: list[bytes] = []
+        self.tensors: dict[str, TensorPlace] = {}
         if data[:4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         self._at = 4
         version = self._scalar("<I")
         if version not in _VERSIONS:
             raise ValueError(f"GGUF version {version}; versions {_VERSIONS} are read")
-        self._scalar("<Q")  # number of tensors
+        num_tensors = self._scalar("<Q")
         for _ in range(self._scalar("<Q")):
             self._entry()
+        for _ in range(num_tensors):
+            self._tensor()
+        # Offsets are counted from where the data begins.
+        alignment = int(self.values.get("general.alignment") or 32)
+        begin = -(-self._at // alignment) * alignment
+        self.tensors = {
+            name: place._replace(offset=begin + place.offset)
+            for name, place in self.tensors.items()
+        }
 
     def _entry(self) -> None:
+        begin = self._at
         key = self._string()
         kind = self._scalar("<I")
         if kind != _ARRAY:
             self.values[key] = self._string() if kind == _STRING else self._scalar(_format(kind))
+            self.plain.append(self._data[begin : self._at])
             return
         kind, length = self._scalar("<I"), self._scalar("<Q")
         self.lengths[key] = length
@@ -83,6 +108,12 @@ class Header:
                 self._at += 8 + struct.unpack_from("<Q", self._data, self._at)[0]
         else:
             self._at += length * struct.calcsize(_format(kind))
+
+    def _tensor(self) -> None:
+        name = self._string()
+        lengths = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
+        kind, offset = self._scalar("<I"), self._scalar("<Q")
+        self.tensors[name] = TensorPlace(kind, tuple(reversed(lengths)), offset)
 
     def _scalar(self, form: str) -> Any:
         (value,) = struct.unpack_from(form, self._data, self._at)
@@ -122,6 +153,22 @@ def read_header(path: Path, *, with_tokens: bool = False) -> Header:
     if num_parts > 1:
         raise _one_of_several(path, int(header.values.get("split.no") or 0), num_parts)
     return header
+
+
+def without_arrays(header: Header) -> bytes:
+    """A GGUF file of the header's scalars and strings and its tensors' names, the tensors empty:
+    for readers to whom a vocabulary is expensive and that want to know the model's shape."""
+    architecture = header.values.get("general.architecture")
+    entries, key = list(header.plain), f"{architecture}.vocab_size".encode()
+    if _TOKENS in header.lengths and key.decode() not in header.values:
+        number = struct.pack("<II", 4, header.lengths[_TOKENS])
+        entries.append(struct.pack("<Q", len(key)) + key + number)
+    names = [name.encode() for name in header.tensors]
+    tensors = [
+        struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 0, 0, 0) for name in names
+    ]
+    begin = b"GGUF" + struct.pack("<IQQ", _VERSIONS[-1], len(tensors), len(entries))
+    return b"".join([begin, *entries, *tensors]) + bytes(64)
 
 
 def _one_of_several(path: Path, index: int, count: int) -> FormatError:

@@ -33,11 +33,11 @@ def test_weights_that_came_as_bfloat16_take_two_bytes_and_give_the_same_bits() -
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(90, 300, generator=generator).bfloat16().float()
     packed, x = pack(weight), torch.randn(40, 300, generator=generator)
-    assert packed.format == Format.BFLOAT16 and packed.panels.element_size() == 2
+    assert packed.format == Format.BF16 and packed.panels.element_size() == 2
     other = weight.clone()
     other[3, 5] += 1e-6  # no bfloat16
     plain = pack(other)
-    assert plain.format == Format.FLOAT32
+    assert plain.format == Format.F32
     for rows in (1, 2, 3, 4, 6, 7, 40):
         ours = PackedLinear(packed, None)(x[:rows])
         theirs = PackedLinear(plain, None)(x[:rows])
