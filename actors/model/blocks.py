@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.model.linear import Format, PackedWeight
+from actors.model.linear import Format
+from actors.model.table import PackedWeight
 from actors.native.products import PANEL
 
 Bytes = npt.NDArray[np.uint8]

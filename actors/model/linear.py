@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from actors.model.table import PackedTable, PackedWeight, can_look_up, look_up_in
 from actors.native import products
 
 _LIB = torch.library.Library("paceline", "FRAGMENT")
@@ -45,19 +46,6 @@ class Format(enum.IntEnum):
 # Not the kernel's: a oneDNN layout.
 _ONEDNN = -1
 _ONEDNN_ROW_HINT = 16
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A weight [out_features, in_features] in panels of 16 outputs.
-
-    `panels`: one-dimensional, of any dtype; what lies in it is the format's business.
-    """
-
-    panels: Tensor
-    format: int
-    out_features: int
-    in_features: int
 
 
 def _packed_linear(
@@ -152,20 +140,35 @@ class PackedLinear(nn.Module):
 def pack_linears(module: nn.Module) -> tuple[int, int]:
     """Replace every `nn.Linear` below `module` that can be packed.
 
-    Returns (number packed, number left plain). Weights shared by two layers are packed once each:
-    a tied lm_head keeps the embedding table and gains a packed copy.
+    Returns (number packed, number left plain). A table that is tied to a packed weight takes its
+    rows from that.
     """
+    tables = {id(m.weight): m for m in module.modules() if can_look_up(m)}
     packed = plain = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear:
                 continue
             if can_pack(child.weight):
-                setattr(parent, name, PackedLinear(pack(child.weight), child.bias))
+                weight = pack(child.weight)
+                setattr(parent, name, PackedLinear(weight, child.bias))
                 packed += 1
+                if id(child.weight) in tables:
+                    look_up_in(tables[id(child.weight)], weight)
             else:
                 plain += 1
     return packed, plain
+
+
+def num_weights(module: nn.Module) -> int:
+    """Parameters below `module`, packed ones too; what is shared counts once."""
+    packed: dict[int, int] = {}
+    for part in module.modules():
+        if isinstance(part, PackedTable):
+            packed[part.panels.data_ptr()] = part.num_embeddings * part.embedding_dim
+        elif isinstance(part, (PackedLinear, _FusedSlice)):
+            packed[part.panels.data_ptr()] = part.out_features * part.in_features
+    return sum(p.numel() for p in module.parameters()) + sum(packed.values())
 
 
 class _Fused:
@@ -202,7 +205,7 @@ class _FusedSlice(nn.Module):
     def __init__(self, linear: PackedLinear, shared: _Fused, begin: int, end: int) -> None:
         super().__init__()
         self.panels, self.format = linear.panels, linear.format
-        self.out_features = linear.out_features
+        self.out_features, self.in_features = linear.out_features, linear.in_features
         self.register_buffer("bias", linear.bias, persistent=False)
         self.begin, self.end = begin, end
         self._shared = shared
@@ -216,21 +219,41 @@ _FUSIBLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def fuse_projections(layers: Sequence[nn.Module]) -> None:
-    """Pack q, k, v and gate, up weights as one matrix each."""
+    """Make one matrix each of q, k, v and gate, up weights: of those that are packed alike, or of
+    all that are not packed yet."""
     for layer in layers:
         for module in list(layer.modules()):
             for names in _FUSIBLE:
-                linears = [getattr(module, n, None) for n in names]
-                if not all(type(m) is nn.Linear and can_pack(m.weight) for m in linears):
-                    continue
-                biases = [m.bias for m in linears if m.bias is not None]  # type: ignore[union-attr]
-                if biases and len(biases) != len(linears):
-                    continue
-                weight = torch.cat([m.weight.detach() for m in linears])  # type: ignore[union-attr]
-                fused = PackedLinear(pack(weight), torch.cat(biases) if biases else None)
-                shared = _Fused(len(names))
-                begin = 0
-                for name, linear in zip(names, linears, strict=True):
-                    end = begin + linear.out_features  # type: ignore[union-attr]
-                    setattr(module, name, _FusedSlice(fused, shared, begin, end))
-                    begin = end
+                alike: dict[object, list[str]] = {}
+                for name in names:
+                    linear = getattr(module, name, None)
+                    if type(linear) is nn.Linear and can_pack(linear.weight):
+                        alike.setdefault((None, linear.bias is None), []).append(name)
+                    elif _has_whole_panels(linear):
+                        alike.setdefault((linear.format, linear.bias is None), []).append(name)
+                for some in alike.values():
+                    if len(some) > 1:
+                        _fuse(module, some)
+
+
+def _has_whole_panels(linear: object) -> TypeGuard[PackedLinear]:
+    return type(linear) is PackedLinear and linear.out_features % products.PANEL == 0
+
+
+def _fuse(module: nn.Module, names: Sequence[str]) -> None:
+    linears: list[Any] = [getattr(module, name) for name in names]
+    if isinstance(linears[0], PackedLinear):
+        packed = PackedWeight(
+            torch.cat([m.panels for m in linears]),
+            linears[0].format,
+            sum(m.out_features for m in linears),
+            linears[0].in_features,
+        )
+    else:
+        packed = pack(torch.cat([m.weight.detach() for m in linears]))
+    bias = None if linears[0].bias is None else torch.cat([m.bias for m in linears])
+    fused, shared, begin = PackedLinear(packed, bias), _Fused(len(names)), 0
+    for name, linear in zip(names, linears, strict=True):
+        end = begin + linear.out_features
+        setattr(module, name, _FusedSlice(fused, shared, begin, end))
+        begin = end

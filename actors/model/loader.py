@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from actors import conversions
 from actors.errors import LoadError, first_line
 from actors.model import interface
 from actors.model.discovery import discover_kv
+from actors.model.gguf_file import load_gguf
 from actors.model.kv import KVGeometry
 from actors.model.sharded import load_shard
 from parallel.experts import ExpertExchange, ExpertShare
@@ -103,7 +103,7 @@ def load_causal_lm(
         override(config, hf_overrides or {})
     model: Any
     if gguf:
-        model = _load_gguf(location, path, dtype)
+        model = load_gguf(location, path, dtype, device)
     elif is_split:
         model = load_shard(
             source,
@@ -135,7 +135,7 @@ def _load_whole(
             config=config,
             dtype=dtype,
             attn_implementation=interface.ATTENTION_NAME,
-            use_safetensors=None if "gguf_file" in options else True,
+            use_safetensors=True,
             trust_remote_code=False,
             # Not to load them: so that all that is wrong is told at once.
             ignore_mismatched_sizes=True,
@@ -146,38 +146,6 @@ def _load_whole(
         raise LoadError(f"cannot load {location!r}: {first_line(error)}") from error
     _refuse_faults(location, model, report)
     return model
-
-
-def _load_gguf(location: str, path: Path, dtype: torch.dtype) -> Any:
-    """The model of a GGUF file: as an earlier start has kept it, or converted and kept."""
-    what = f"weights-{str(dtype).removeprefix('torch.')}"
-    model = _load_kept(location, path, what, dtype)
-    if model is not None:
-        return model
-    with conversions.one_at_a_time(path, what):
-        model = _load_kept(location, path, what, dtype)  # what was waited for
-        if model is not None:
-            return model
-        model = _load_whole(location, str(path.parent), None, dtype, {"gguf_file": path.name})
-        # The weights are plain now; a config that says otherwise would not load.
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        conversions.keep(path, what, num_bytes, model.save_pretrained)
-    return model
-
-
-def _load_kept(location: str, path: Path, what: str, dtype: torch.dtype) -> Any:
-    folder = conversions.kept(path, what)
-    if folder is None:
-        return None
-    try:
-        return _load_whole(location, str(folder), None, dtype, {})
-    except LoadError as error:
-        logger.warning("%s: what %s holds is not used: %s", location, folder, error)
-        conversions.drop(path, what)
-        return None
 
 
 def _refuse_faults(location: str, model: Any, report: dict[str, Any]) -> None:

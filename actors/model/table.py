@@ -1,17 +1,32 @@
-"""Embedding tables that are kept packed, often as the head's own weight: rows are made on look-up."""
+"""Embedding tables that are kept packed, often as the head's own weight; look-ups make the rows."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from actors.model.linear import PackedWeight
 from actors.native import products
 
 _LIB = torch.library.Library("paceline", "FRAGMENT")
 _LIB.define(
     "packed_rows(Tensor ids, Tensor panels, int num_rows, int in_features, int format) -> Tensor"
 )
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out_features, in_features] in panels of 16 outputs.
+
+    `panels`: one-dimensional, of any dtype; what lies in it is the format's business.
+    """
+
+    panels: Tensor
+    format: int
+    out_features: int
+    in_features: int
 
 
 def _packed_rows(
@@ -58,7 +73,7 @@ class PackedTable(nn.Embedding):
         return torch.empty(self.num_embeddings, self.embedding_dim, device="meta")
 
 
-def can_look_up(table: nn.Module) -> bool:
+def can_look_up(table: nn.Module) -> TypeGuard[nn.Embedding]:
     """Whether its rows can come from a packed weight: all that this embedding does with its table
     is done by `nn.Embedding`, which its own `forward`, if it has one, calls by `super`."""
     own = type(table).forward
@@ -78,4 +93,5 @@ def look_up_in(table: nn.Embedding, weight: PackedWeight) -> None:
     else:
         # Between the class and nn.Embedding: what its forward calls as super is PackedTable's.
         table.__class__ = type(f"Packed{kind.__name__}", (kind, PackedTable), {})
+    assert isinstance(table, PackedTable)
     table.panels, table.format = weight.panels, weight.format

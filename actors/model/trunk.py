@@ -13,7 +13,7 @@ from actors.model.compiled import chooses_compiled
 from actors.model.experts import pack_experts
 from actors.model.inputs import FlatBatch
 from actors.model.interface import batch_arguments
-from actors.model.linear import fuse_projections, pack_linears
+from actors.model.linear import fuse_projections, num_weights, pack_linears
 from actors.model.loader import load_causal_lm, torch_dtype
 from actors.model.rotary import RotaryTable
 from actors.model.taps import TapHooks, Taps, TapSpec
@@ -80,7 +80,7 @@ class Trunk:
             exchange=self._exchange,
         )
         self.model, self.layers, self.attention = loaded.model, loaded.layers, loaded.kv
-        self.num_parameters = sum(p.numel() for p in self.model.parameters())
+        self.num_parameters = num_weights(self.model)
         self.vocab_size = config.vocab_size
         self.compiles = chooses_compiled(
             compile_layers,

@@ -32,6 +32,11 @@ ALWAYS vf from_bytes(const void *p) {
   return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #elif defined(__AVX2__) && defined(__F16C__)
   return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#elif defined(__aarch64__)
+  int32_t four;
+  memcpy(&four, p, sizeof four);
+  int16x8_t twice = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+  return (vf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(twice)));
 #else
   return __builtin_convertvector(__builtin_convertvector(*(const vb *)p, vi), vf);
 #endif
@@ -43,6 +48,8 @@ ALWAYS vf from_halves(const void *p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(__AVX2__) && defined(__F16C__)
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__aarch64__)
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p)));
 #else
   vi h = __builtin_convertvector(*(const vh *)p, vi), size = (h & 0x7fff) << 13;
   vi v = (vi)((vf)size * 0x1p112f) | ((size >= 31 << 23) & 0x7f800000); /* infinity, not 2^16 */

@@ -9,6 +9,8 @@
 #endif
 #if defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4)));

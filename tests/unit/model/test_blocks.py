@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from actors.model.blocks import format_of, pack_blocks
-from actors.model.linear import Format, PackedLinear, PackedWeight
-from actors.model.table import PackedTable, look_up_in
+from actors.model.linear import Format, PackedLinear
+from actors.model.table import PackedTable, PackedWeight, look_up_in
 from actors.native import products
 
 gguf: Any = pytest.importorskip("gguf")
