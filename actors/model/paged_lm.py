@@ -54,7 +54,9 @@ class PagedCausalLM(Trunk):
         """Create the KV tensors and, where asked, route the layers through compiled graphs."""
         self.kv.allocate(num_blocks, block_size)
         if self.compiles:
-            self._compiler = LayerCompiler(self.layers, is_required=self._must_compile)
+            self._compiler = LayerCompiler(
+                self.layers, is_required=self._must_compile, exact=self._batch_invariant
+            )
 
     @property
     def compiled(self) -> bool:

@@ -21,4 +21,6 @@ def load() -> ctypes.CDLL | None:
         return None
     lib.linear.argtypes = [_P, _I, _P, _I, _I, _P, _I, _I, _P, _I, ctypes.c_int]
     lib.linear.restype = None
+    lib.run_layers.argtypes = [_I, *[_P] * 6, *[_I] * 4, _P, ctypes.c_int]
+    lib.run_layers.restype = ctypes.c_int
     return lib
