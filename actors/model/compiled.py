@@ -18,6 +18,7 @@ import logging
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -199,13 +200,22 @@ def _trace_and_compile(
 
 @dataclass
 class _Installed:
-    """One layer that runs compiled. `weights`: a C array of its tensors' addresses, `kept` what
-    they are the addresses of."""
+    """One layer that runs compiled. `address`: of `weights`, which are the addresses of `kept`."""
 
-    layer: nn.Module
     function: _Function
+    address: int
     weights: ctypes.Array[ctypes.c_void_p]
     kept: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Call:
+    """Layer `index` is to read `states` and to write `out`."""
+
+    index: int
+    states: Tensor
+    out: Tensor
+    batch: _Batch
 
 
 class LayerCompiler:
@@ -215,14 +225,18 @@ class LayerCompiler:
     LoadError is raised.
 
     Once a forward has shown that the decoder hands each layer what the one before returned, and
-    nobody looks at it in between, a layer's call only notes what is to be done; the last one's runs
-    them all.
+    where nobody looks at it in between, a layer's call only notes what is to be done; the last one
+    runs them all. Where moreover all layers are called alike, one module takes their place.
+
+    Args:
+        layers: The decoder's own list, changed in place.
+        exact: False lets many rows run eagerly, on the faster attention whose bits depend on how
+            many they are.
     """
 
-    def __init__(
-        self, layers: Sequence[nn.Module], *, is_required: bool, exact: bool = True
-    ) -> None:
-        self._layers = layers
+    def __init__(self, layers: nn.ModuleList, *, is_required: bool, exact: bool = True) -> None:
+        self._list = layers
+        self._layers = list(layers)
         self._is_required = is_required
         self._exact = exact
         self._functions: dict[Any, _Function] = {}
@@ -231,7 +245,7 @@ class LayerCompiler:
         # By layer: whether something besides the next one reads its states.
         self._is_read = [
             bool(layer._forward_hooks) or bool(following._forward_pre_hooks)
-            for layer, following in zip(layers, layers[1:], strict=False)
+            for layer, following in pairwise(self._layers)
         ]
         self._is_read.append(True)
         # Whether a forward has shown that the decoder itself does not.
@@ -239,15 +253,16 @@ class LayerCompiler:
         self._is_unchained = False
         self._last: Tensor | None = None
         self._batch: _Batch | None = None
-        self._pending: list[tuple[int, Tensor, Tensor, _Batch]] = []
+        self._num_batches = 0
+        self._pending: list[_Call] = []
         self._space = torch.empty(0)
-        self._states: dict[int, tuple[Tensor, Tensor]] = {}
-        for index, layer in enumerate(layers):
+        self._between: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, layer in enumerate(self._layers):
             self._install_one(index, layer)
 
     def _install_one(self, index: int, layer: nn.Module) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._exact and args[0].shape[1] >= GEMM_ROWS:
+            if self._is_eager(args[0]):
                 return type(layer).forward(layer, *args, **kwargs)
             if self._installed[index] is None:
                 try:
@@ -259,56 +274,80 @@ class LayerCompiler:
 
         layer.forward = forward
 
+    def _is_eager(self, states: Tensor) -> bool:
+        return not self._exact and states.shape[1] >= GEMM_ROWS
+
     def _run(
         self, index: int, states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         if index == 0:
             self._pending.clear()
+            self._num_batches = 0
         elif states is not self._last and not self._pending:
             self._is_unchained = True
         batch = self._batch
-        if batch is None or not batch.is_of(args, kwargs):
+        if index == 0 or batch is None or not batch.is_of(args, kwargs):
             batch = self._batch = _Batch(args, kwargs)
+            self._num_batches += 1
         waits = self._is_chain is True and not self._is_read[index]
-        out = self._intermediate(states, index) if waits else torch.empty_like(states)
-        self._pending.append((index, states, out, batch))
+        out = self._states_between(states)[index % 2] if waits else torch.empty_like(states)
+        self._pending.append(_Call(index, states, out, batch))
         if not waits:
             self._run_pending()
+        self._last = out
         if index == len(self._layers) - 1 and self._is_chain is None:
             self._is_chain = not self._is_unchained
-        self._last = out
         return out
 
-    def _intermediate(self, states: Tensor, index: int) -> Tensor:
-        """Where a layer's states lie until the next one has read them."""
-        pair = self._states.get(states.shape[1])
-        if pair is None:
-            pair = (torch.empty_like(states), torch.empty_like(states))
-            if states.shape[1] <= _FEW_ROWS:
-                self._states[states.shape[1]] = pair
-            else:
-                # Of this step only.
-                self._states = {n: p for n, p in self._states.items() if n <= _FEW_ROWS}
-                self._states[states.shape[1]] = pair
-        return pair[index % 2]
+    def settle(self) -> None:
+        """Between two forwards: where the last one has shown that it may, let one module run all
+        layers."""
+        if self._is_chain and self._num_batches == 1 and not any(self._is_read[:-1]):
+            self._is_chain = False  # nothing is left to learn
+            del self._list[1:]
+            self._list[0] = _AllLayers(self, self._layers)
+
+    def run_all(self, states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """All layers over `states`; the other arguments are as each of them gets."""
+        if self._is_eager(states):
+            for layer in self._layers:
+                states = type(layer).forward(layer, states, *args, **kwargs)
+            return states
+        batch, between = _Batch(args, kwargs), self._states_between(states)
+        out, final = states, torch.empty_like(states)
+        for index in range(len(self._layers)):
+            states, out = out, between[index % 2]
+            self._pending.append(_Call(index, states, out, batch))
+        self._pending[-1].out = final
+        self._run_pending()
+        return final
+
+    def _states_between(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a layer's states lie until the next one has read them, by turns."""
+        num_rows = states.shape[1]
+        if num_rows not in self._between:
+            # Those of many rows are kept for this step only.
+            self._between = {n: p for n, p in self._between.items() if n <= _FEW_ROWS}
+            self._between[num_rows] = (torch.empty_like(states), torch.empty_like(states))
+        return self._between[num_rows]
 
     def _run_pending(self) -> None:
         lib = products.load()
         assert lib is not None
-        count = len(self._pending)
+        calls, self._pending = self._pending, []
+        count = len(calls)
         layers, weights, ins, rows, outs = ((ctypes.c_void_p * count)() for _ in range(5))
         most_counters = space = 0
-        for i, (index, states, out, batch) in enumerate(self._pending):
-            installed = self._installed[index]
+        for i, call in enumerate(calls):
+            installed = self._installed[call.index]
             assert installed is not None
             layers[i] = installed.function.address
-            weights[i] = ctypes.addressof(installed.weights)
-            ins[i], outs[i] = states.data_ptr(), out.data_ptr()
-            rows[i] = batch.address
+            weights[i] = installed.address
+            ins[i], outs[i] = call.states.data_ptr(), call.out.data_ptr()
+            rows[i] = call.batch.address
             most_counters = max(most_counters, installed.function.num_counters)
             space = max(space, installed.function.space)
-        states, batch = self._pending[0][1], self._pending[0][3]
-        num_rows = states.shape[1]
+        num_rows, batch = calls[0].states.shape[1], calls[0].batch
         if len(self._space) < num_rows * space:
             self._space = torch.empty(num_rows * space)
         counters = (ctypes.c_int64 * (count * most_counters))()
@@ -316,7 +355,6 @@ class LayerCompiler:
             count, layers, weights, ins, rows, outs, counters, most_counters, num_rows,
             batch.num_reqs, batch.max_blocks, self._space.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        self._pending.clear()
         if failed:
             raise MemoryError("paged attention: no scratch memory")
 
@@ -346,7 +384,28 @@ class LayerCompiler:
         # (`allocate` comes before). The module itself is still what is called, so hooks on it run.
         kept = [owner[key].contiguous() for owner, key in _tensor_slots(layer)]
         weights = (ctypes.c_void_p * len(kept))(*(x.data_ptr() for x in kept))
-        self._installed[index] = _Installed(layer, self._functions[key], weights, kept)
+        self._installed[index] = _Installed(
+            self._functions[key], ctypes.addressof(weights), weights, kept
+        )
+
+
+class _AllLayers(nn.Module):
+    """Stands in a decoder's list for all of its layers."""
+
+    def __init__(self, compiler: LayerCompiler, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._compiler = compiler
+
+    def forward(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._compiler.run_all(states, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What decoders ask of a layer: its type, which is the same for all."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["layers"][0], name)  # type: ignore[index]
 
 
 class _Batch:
