@@ -23,6 +23,8 @@
 #define MOST 6     /* rows whose sums fit into registers beside a panel's weights */
 #define CHUNK 256  /* inputs that are unpacked at a time for many rows; whole groups of each format */
 
+#define SECOND_CACHE 65536 /* floats of x that stay in it */
+
 #define ALWAYS static inline __attribute__((always_inline))
 #define AT(p) (*(const vf *)(p))
 #define OUT(p) (*(vf *)(p))
@@ -158,11 +160,9 @@ FORMAT(BF16)
 
 static const Format *const formats[] = {&F32, &BF16};
 
-/* Outputs of panels [first, end): the share of one thread. Panels behind the last whole number of
- * outputs are filled up with anything; of their outputs only those below N are written. */
-void linear_panels(const void *weight, int64_t format, const float *bias, int64_t N, int64_t K,
-                   const float *x, int64_t ldx, int64_t rows, float *y, int64_t ldy, int64_t first,
-                   int64_t end) {
+static void of_block(const void *weight, int64_t format, const float *bias, int64_t N, int64_t K,
+                     const float *x, int64_t ldx, int64_t rows, float *y, int64_t ldy,
+                     int64_t first, int64_t end) {
   const Format *f = formats[format];
   int64_t stride = f->bytes(K);
   for (int64_t p = first; p < end;) {
@@ -195,6 +195,19 @@ void linear_panels(const void *weight, int64_t format, const float *bias, int64_
         memcpy(y + r * ldy + p * P, rest + r * P, (N - p * P) * sizeof(float));
     p += side;
   }
+}
+
+/* Outputs of panels [first, end): the share of one thread. Panels behind the last whole number of
+ * outputs are filled up with anything; of their outputs only those below N are written. Many rows
+ * go block by block, each small enough to stay in the second cache while all panels pass it. */
+void linear_panels(const void *weight, int64_t format, const float *bias, int64_t N, int64_t K,
+                   const float *x, int64_t ldx, int64_t rows, float *y, int64_t ldy, int64_t first,
+                   int64_t end) {
+  int64_t block = SECOND_CACHE / K / MOST * MOST;
+  if (block < 4 * MOST) block = 4 * MOST;
+  for (int64_t row = 0; row < rows; row += block)
+    of_block(weight, format, bias, N, K, x + row * ldx, ldx, rows - row < block ? rows - row : block,
+             y + row * ldy, ldy, first, end);
 }
 
 /* All panels, by `threads` threads that take a few at a time. */
