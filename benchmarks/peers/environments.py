@@ -76,8 +76,8 @@ def _install_vllm(python: Path, torch_index: str | None) -> None:
 
 
 def _pip(python: Path, arguments: Sequence[str]) -> None:
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*command, *arguments], check=True, stdout=sys.stderr)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "--disable-pip-version-check", *arguments], check=True, stdout=sys.stderr)
 
 
 def _ask(python: Path, code: str) -> str:

@@ -88,8 +88,6 @@ def _one(
 def main(argv: Sequence[str] | None = None) -> int:
     """Make what is missing, compare, write both files."""
     options = _parser().parse_args(argv)
-    # As Ctrl-C: contestants are ended, what was measured is written.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _main(options)
     except (UserError, ValueError) as error:
@@ -134,7 +132,7 @@ def _main(options: argparse.Namespace) -> int:
         about = machine.describe()
         vllm_environment = {}
         if "vllm" in only:
-            vllm_environment = vllm_tuning(setup.pythons["vllm"]) | setup.vllm_environment
+            vllm_environment = {**vllm_tuning(pythons["vllm"]), **setup.vllm_environment}
         for name, packages in _PEER_PACKAGES.items():
             if name in only:
                 about["versions"] |= machine.versions_of(setup.pythons[name], packages)
@@ -226,4 +224,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # As Ctrl-C: contestants are ended, what was measured is written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
