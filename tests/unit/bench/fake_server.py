@@ -50,9 +50,11 @@ class FakeServer:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[FakeServer]:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        async with server:
-            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
             yield self
+        finally:
+            server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,21 +36,24 @@ ANSWER = [chat_event(""), chat_event("One"), chat_event(" two"), END + usage_eve
 def fake() -> Iterator[FakeServer]:
     """Runs in a loop of its own thread: the command has its own."""
     server = FakeServer(ANSWER)
-    started, loop = threading.Event(), asyncio.new_event_loop()
-    ended = asyncio.Event()
+    started = threading.Event()
+    end: Callable[[], object] = bool
 
     async def serve() -> None:
+        nonlocal end
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        end = partial(loop.call_soon_threadsafe, ended.set)
         async with server.running():
             started.set()
             await ended.wait()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    started.wait(10)
+    assert started.wait(10)
     yield server
-    loop.call_soon_threadsafe(ended.set)
+    end()
     thread.join(10)
-    loop.close()
+    assert not thread.is_alive()
 
 
 def run(*arguments: str) -> int:
@@ -154,6 +161,15 @@ def test_a_signal_ends_the_run_and_shows_what_was_measured(fake: FakeServer, cap
         timer.start()
         assert command.bench(options, stops, said.append) == 130
     assert "stopped by a signal" in said[-1] and "/ 0 / 1" in said[-1]
+
+
+def test_a_signal_before_anything_is_measured_ends_the_command(fake: FakeServer, capsys) -> None:
+    fake.pause_s = 5
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    assert run(fake.url) == 130
+    assert time.monotonic() - began < 4 and capsys.readouterr().out == ""
 
 
 def test_mistakes_are_one_line(fake: FakeServer, tmp_path: Path, capsys) -> None:
