@@ -57,23 +57,27 @@ class FakeServer:
             server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                lines = head.decode().lower().split("\r\n")
-                sizes = [ln.partition(":")[2] for ln in lines if ln.startswith("content-length")]
-                body = await reader.readexactly(int(sizes[0])) if sizes else b""
-                key = f"authorization: bearer {self.wanted_key}"
-                if self.wanted_key is not None and key not in lines:
-                    await self._whole(writer, 401, {"error": {"message": "no key"}})
-                elif head.startswith(b"POST"):
-                    await self._generate(writer, json.loads(body))
-                elif head.startswith(b"GET /v1/models"):
-                    await self._whole(writer, 200, {"data": [{"id": "tiny"}, {"id": "other"}]})
-                elif head.startswith(b"GET /metrics") and self.metrics:
-                    await self._whole(writer, 200, self.metrics)
-                else:
-                    await self._whole(writer, 404, {"error": "not here"})
-        writer.close()
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                while head := await reader.readuntil(b"\r\n\r\n"):
+                    lines = head.decode().lower().split("\r\n")
+                    sizes = [
+                        ln.partition(":")[2] for ln in lines if ln.startswith("content-length")
+                    ]
+                    body = await reader.readexactly(int(sizes[0])) if sizes else b""
+                    key = f"authorization: bearer {self.wanted_key}"
+                    if self.wanted_key is not None and key not in lines:
+                        await self._whole(writer, 401, {"error": {"message": "no key"}})
+                    elif head.startswith(b"POST"):
+                        await self._generate(writer, json.loads(body))
+                    elif head.startswith(b"GET /v1/models"):
+                        await self._whole(writer, 200, {"data": [{"id": "tiny"}, {"id": "other"}]})
+                    elif head.startswith(b"GET /metrics") and self.metrics:
+                        await self._whole(writer, 200, self.metrics)
+                    else:
+                        await self._whole(writer, 404, {"error": "not here"})
+        finally:
+            writer.close()
 
     async def _generate(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         for name in self.refuses:
