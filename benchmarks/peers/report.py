@@ -91,7 +91,8 @@ def markdown(document: Json) -> str:
         f"{machine['system']}; {versions}; {machine['started']}. Memory read at {bandwidth} GB/s, "
         f"so reading the weights once takes: {floors}.",
         f"{settings['max_tokens']} tokens an answer, greedy, {settings['seats']} seats, "
-        f"{settings['rounds']} rounds; medians of rounds. No cache of prompts anywhere.",
+        f"rounds: {settings['rounds']}; medians of rounds. No cache of prompts anywhere. "
+        f"{_load(measurements)}",
         "## Output tokens/s",
         _table(measurements, lambda f: f["output_tokens_per_s"], 1),
         "## Time to first token, ms (median of a run)",
@@ -110,6 +111,15 @@ def markdown(document: Json) -> str:
     if faults:
         parts += ["## Not measured", "\n".join(f"- {_fault(m)}" for m in faults)]
     return "\n\n".join(parts) + "\n"
+
+
+def _load(measurements: Sequence[Json]) -> str:
+    """How busy the machine was: the ended contestant's own load is in it, so it is near the cores
+    where nothing else runs."""
+    loads = [m["load_average"] for m in measurements if "load_average" in m]
+    if not loads:
+        return ""
+    return f"Load average before a start: {min(loads):g} to {max(loads):g}."
 
 
 def _first_token(figures: Json) -> float | None:

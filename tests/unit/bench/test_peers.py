@@ -126,7 +126,7 @@ def test_one_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch)
         "ratios": ratios(made["measurements"]),
     })  # fmt: skip
     assert "| chat-1 | 10.0 |" in page and "- x plain chat-1, round 0: it broke" in page
-    assert "m 16.2 ms" in page
+    assert "m 16.2 ms" in page and "Load average before a start: " in page
 
 
 WORKER = """
