@@ -26,9 +26,8 @@ from deploy.serve_file import ServeFile
 from deploy.stops import Stops
 
 _DRAIN_S: Final = 10.0
-# Of a Ray of our own; who has set one of them has the last word. An event that goes from the
-# ingress to the proxy by gRPC, on the ingress's own loop, costs a third of Serve's default (ADR
-# 0019).
+# Of a Ray of our own; who has set one of them has the last word. Events go from the ingress to the
+# proxy by gRPC, and replicas have one event loop: cheaper than Serve's defaults (ADR 0019).
 _CHEAP_EVENTS: Final = {
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
