@@ -156,6 +156,18 @@ class VerifierEngine:
             )
         self._check_queue()
 
+    def after_delivery(self, what: Callable[[], None]) -> None:
+        """Have `what` called, on the loop's thread, each time the sinks have the runs of a step.
+        For who gathers them: it must not wait, nor raise."""
+        self._loop.after_delivery = what
+
+    def ended_with(self, out: RunOutput) -> EngineDead | None:
+        """How the engine ended, if that, and nothing of its own, is why a request did with `out`.
+        For a sink."""
+        if out.error is None or not self._is_stopping:
+            return None
+        return (EngineStopped if self._error is None else RequestLost)(out.error)
+
     def abort(self, request_id: str) -> None:
         """End a request, if it is still there; its KV is free within a step."""
         with self._wake:
@@ -180,8 +192,8 @@ class VerifierEngine:
             while not finished:
                 out = await queue.get()
                 finished = out.finish_reason is not None
-                if out.error is not None and self._is_stopping:
-                    raise (EngineStopped if self._error is None else RequestLost)(out.error)
+                if (end := self.ended_with(out)) is not None:
+                    raise end
                 yield out
         finally:
             if not finished:

@@ -91,6 +91,7 @@ class StepLoop:
         self._generation = generation
         self._gang = gang
         self._outbox: list[_Emission] = []
+        self.after_delivery: Callable[[], None] = lambda: None
         self.draft_lost: str | None = None
         self.last_step_s = time.monotonic()
         self.limit_s = self._patience.limit_s(1)  # of the step in flight, or of the last one
@@ -374,8 +375,12 @@ class StepLoop:
 
     def deliver(self) -> None:
         """Decode what is committed and hand it to the sinks."""
-        if not self._outbox:
-            return
+        if self._outbox:
+            while self._outbox:
+                self._hand_out()
+            self.after_delivery()
+
+    def _hand_out(self) -> None:
         outbox, self._outbox = self._outbox, []
         now = time.monotonic()
         for emission in outbox:
@@ -392,8 +397,6 @@ class StepLoop:
                         self.abort(request, message)
                     elif emission.finish_reason is not None:
                         self._outbox.append(_closing(request, message))
-        if self._outbox:
-            self.deliver()
 
     def _observe_latency(self, request: Request, emission: _Emission, now: float) -> None:
         num_tokens = len(emission.token_ids)
