@@ -57,7 +57,7 @@ COMPUTE_NAME = "paceline-torch"
 
 
 class ComputeThread:
-    """The one thread of a process that runs torch's kernels and ours, from loading to the last step.
+    """The one thread of a process that runs torch's kernels and ours, from load to the last step.
 
     OpenMP keeps a team of threads for each thread that asks for one. With two teams it counts more
     threads than cores, and its threads sleep where they should wait: 90 products took 28 ms beside

@@ -19,6 +19,7 @@ from actors.errors import LoadError, RequestLost
 from actors.requests import GenerateRequest, RunOutput
 from actors.startup.in_process import build_in_process
 from actors.startup.launch import Replica
+from actors.threads import COMPUTE_NAME
 from deploy.failures import is_intended
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
@@ -86,6 +87,12 @@ def actor_pids(replica: Replica) -> dict[str, int]:
     return {fact["role"]: fact["pid"] for fact in replica.describe()["actors"]}
 
 
+def teams(pid: int) -> tuple[int, int]:
+    """(threads of the compute thread's team, and what it has started itself, all threads)."""
+    names = [p.read_text().strip() for p in Path(f"/proc/{pid}/task").glob("*/comm")]
+    return names.count(COMPUTE_NAME), len(names)
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -108,7 +115,9 @@ def test_draft_placements_share_devices_as_asked(
     if placement == "colocated":
         draft = target  # always right: a draft that comes back whole shows in what is accepted
     if placement == "with the target":
-        cfg = config(target, {"method": "toy", "speculator_options": {"fails_in": "absorb"}})
+        cfg = config(
+            target, {"method": "toy", "speculator_options": {"fails_in": "absorb"}}, num_threads=2
+        )
     else:
         cfg = config(target, {"model": str(draft)}, placement=placement)
     plain = in_process(config(target, None, device="cpu"), num_logprobs=0)
@@ -133,7 +142,12 @@ def test_draft_placements_share_devices_as_asked(
         if placement == "colocated":
             a_killed_draft_costs_speed_and_comes_back(replica)
         if placement == "with the target":
+            before = teams(facts["target"]["pid"])
+            assert facts["target"]["threads"] == 2 <= before[0] <= 3
             a_failed_drafter_comes_back_in_the_target_s_process(replica)
+            # The new drafter was loaded beside the steps, by a thread that makes no team.
+            after = teams(facts["target"]["pid"])
+            assert after[0] == before[0] and after[1] <= before[1]
             a_killed_target_fails_fast_and_says_why(replica)
         pids = actor_pids(replica).values()
     finally:
