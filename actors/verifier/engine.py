@@ -312,7 +312,7 @@ class VerifierEngine:
     def _run(self) -> None:
         try:
             while self._obey():
-                if self._loop.step():
+                if self._loop.step() or self._loop.calibrate():
                     continue
                 self._go_idle()
             self._close("the engine was stopped")

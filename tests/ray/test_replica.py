@@ -23,6 +23,7 @@ from actors.threads import COMPUTE_NAME
 from deploy.failures import is_intended
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
+from tests.tiny import CONSTANT_K
 from tests.unit.parallel import toy
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("fake_gpu_ray")]
@@ -40,7 +41,7 @@ def config(target: Path, spec: dict[str, Any] | None, **kw: Any) -> EngineConfig
         **kw,
     }
     if spec is not None:
-        spec = {"num_speculative_tokens": 3, **spec}
+        spec = {"num_speculative_tokens": 3, **CONSTANT_K, **spec}
     return EngineArgs(model=str(target), speculative_config=spec, **args).resolve()
 
 
@@ -119,7 +120,9 @@ def test_draft_placements_share_devices_as_asked(
             target, {"method": "toy", "speculator_options": {"fails_in": "absorb"}}, num_threads=2
         )
     else:
-        cfg = config(target, {"model": str(draft)}, placement=placement)
+        schedule = "goodput" if placement == "dedicated" else "constant"
+        spec = {"model": str(draft), "num_speculative_tokens_schedule": schedule}
+        cfg = config(target, spec, placement=placement)
     plain = in_process(config(target, None, device="cpu"), num_logprobs=0)
     replica = Replica.start(cfg)
     try:
@@ -132,10 +135,17 @@ def test_draft_placements_share_devices_as_asked(
             assert same == (placement == "colocated")
         assert len(replica.describe()["bundles"]) == (2 if placement == "dedicated" else 1)
         assert all(b["GPU"] == 1 for b in replica.describe()["bundles"])
+        stats = replica.engine.stats
+        if placement == "dedicated":
+            # While there is no work it measures steps of all sizes, over its own transport.
+            wait_until(lambda: {"1", "4"} <= set(stats.step_cost_s))
         got = ask(replica.engine, "a", num_logprobs=0)
         # Other processes, another transport, drafts: the same bits.
         assert (got.ids, got.logprobs) == (plain.ids, plain.logprobs)
-        assert got.last.speculation.num_draft_tokens > 0
+        if placement == "dedicated":
+            assert sum(stats.num_request_steps_per_k) > 0 == stats.num_draft_losses
+        else:
+            assert got.last.speculation.num_draft_tokens > 0
         sampled = {"temperature": 0.9, "seed": 4}
         off = ask(replica.engine, "b", speculation_enabled=False, **sampled)
         assert ask(replica.engine, "c", **sampled).ids == off.ids
