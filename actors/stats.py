@@ -49,7 +49,9 @@ class Histogram:
         }
 
 
-Snapshot = dict[str, float | list[int] | dict[str, int] | HistogramSnapshot]
+Snapshot = dict[
+    str, float | list[int] | list[float] | dict[str, int] | dict[str, float] | HistogramSnapshot
+]
 
 
 class EngineStats:
@@ -70,6 +72,14 @@ class EngineStats:
         self.num_accepted_tokens = 0
         self.num_draft_tokens_per_pos: list[int] = []
         self.num_accepted_tokens_per_pos: list[int] = []
+        # How K is chosen: decoding steps of requests by their number of drafts; drafts that were
+        # looked up and not sent; steps run to measure; and what is expected of a step by its rows,
+        # and of a draft position where those before it were accepted.
+        self.num_request_steps_per_k: list[int] = []
+        self.num_unsent_draft_tokens = 0
+        self.num_goodput_probes = 0
+        self.step_cost_s: dict[str, float] = {}
+        self.expected_acceptance: list[float] = []
         self.num_preemptions = 0
         self.num_drafter_failures = 0
         self.num_draft_losses = 0
@@ -99,6 +109,12 @@ class EngineStats:
             self.num_draft_tokens_per_pos[i] += 1
         for i in range(num_accepted):
             self.num_accepted_tokens_per_pos[i] += 1
+
+    def observe_k(self, num_drafts: int) -> None:
+        """A decoding request's step had so many drafts."""
+        missing = num_drafts + 1 - len(self.num_request_steps_per_k)
+        self.num_request_steps_per_k += [0] * missing
+        self.num_request_steps_per_k[num_drafts] += 1
 
     @property
     def acceptance_length(self) -> float:

@@ -98,6 +98,9 @@ def resolve(name: str, device: str, dtype: str, spec: Report | None, **kw: Any) 
         "max_model_len": 512, "max_num_seqs": 8, "compile_layers": "off",
         "kv_cache_memory_bytes": "64MiB", "enable_prefix_caching": False, **kw,
     }  # fmt: skip
+    if spec is not None:
+        # Checks of drafts: ones that are mostly wrong would soon not be made.
+        spec = {"num_speculative_tokens_schedule": "constant", **spec}
     return EngineArgs(
         model=name, device=device, dtype=dtype, speculative_config=spec, **args
     ).resolve(lambda model, _: SHAPES[model])

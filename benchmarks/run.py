@@ -1,15 +1,13 @@
 """Measure Paceline on this machine. The last line of output is one JSON document.
 
-    python -m benchmarks.run --model DIR [--suites steps,generate,neighbour,ngram,actors,start]
-                             [--spec-bench FILE] [--out FILE]
+    python -m benchmarks.run --model DIR [--suites steps,neighbour,invariance,actors] [--out FILE]
 
-Machines are noisy: what is compared is measured alternately in one run, and ratios of medians are
-reported next to the raw numbers. Suites:
+What a user sees, beside other systems too, is `benchmarks.peers.run`; this looks inside. Machines
+are noisy: what is compared is measured alternately in one run, and ratios of medians are reported
+next to the raw numbers. Suites:
 
     steps      milliseconds of one engine step with 1 and with 5 rows (a verify step of K = 4)
-    generate   plain decoding at batch 1 against transformers.generate
     neighbour  step time alone and with one core kept busy by another process
-    ngram      n-gram drafting (K = 4) against plain decoding at batch 1, by category
     invariance what row-independent bits cost: prefill and decode with the switch on and off
     actors     step time over sockets to a target actor against the in-process engine
     tp         step time of a small random model split over two ranks against one, and its parts
@@ -116,7 +114,8 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _generate(engine: Any, ids: list[int], new_tokens: int, **kw: Any) -> dict[str, Any]:
+async def _decode_s(engine: Any, ids: list[int], new_tokens: int, **kw: Any) -> float:
+    """Seconds a token of one answer, its first left out."""
     from actors.requests import GenerateRequest
 
     request = GenerateRequest(
@@ -127,60 +126,15 @@ async def _generate(engine: Any, ids: list[int], new_tokens: int, **kw: Any) -> 
         ignore_eos=True,
         **kw,
     )
-    started, first, tokens, last = time.perf_counter(), 0.0, [], None
+    first, last = 0.0, None
     async for out in engine.generate(request):
         if out.is_acknowledgment:
             continue
         first = first or time.perf_counter()
-        tokens += out.token_ids
         last = out
     ended = time.perf_counter()
     assert last is not None and last.error is None
-    return {
-        "tokens": tokens,
-        "total_s": ended - started,
-        "decode_s": ended - first,
-        "ttft_s": first - started,
-        "stats": last.speculation,
-    }
-
-
-def generate(options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second at batch 1, whole request, prompts of ~60 to ~300 tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from actors.startup.in_process import build_in_process
-    from actors.startup.preflight import load_tokenizer
-    from benchmarks.workloads import OWN, by_category, chat_ids
-
-    config = _config(options, enable_prefix_caching=False)
-    tokenizer = load_tokenizer(config)
-    texts = [t for ts in by_category(OWN, 1).values() for t in ts][:6]
-    prompts = [chat_ids(tokenizer, text) for text in texts]
-    engine = build_in_process(config, tokenizer=tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    ours, theirs, ratios = [], [], []
-    n = options.new_tokens
-    for ids in prompts * 2:
-        got = asyncio.run(_generate(engine, ids, n))
-        tensor = torch.tensor([ids])
-        started = time.perf_counter()
-        with torch.inference_mode():
-            out = model.generate(
-                tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=n,
-                min_new_tokens=n, do_sample=False,
-            )  # fmt: skip
-        reference_s = time.perf_counter() - started
-        ours.append(n / got["total_s"])
-        theirs.append((out.shape[1] - len(ids)) / reference_s)
-        ratios.append(ours[-1] / theirs[-1])
-    engine.stop()
-    return {
-        "plain_tokens_per_s": round(statistics.median(ours), 2),
-        "transformers_tokens_per_s": round(statistics.median(theirs), 2),
-        "plain_over_transformers": round(statistics.median(ratios), 3),
-    }
+    return (ended - first) / (new_tokens - 1)
 
 
 _BURN = "while True: pass"
@@ -213,53 +167,6 @@ def neighbour(options: argparse.Namespace) -> dict[str, Any]:
         "worst_busy_step_ms": round(max(busy[1] + busy[5]) * 1e3, 1),
         "environment": {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")},
     }
-
-
-def ngram(options: argparse.Namespace) -> dict[str, Any]:
-    """Per prompt, plain and n-gram decode one after the other on one engine; same tokens."""
-    from actors.startup.in_process import build_in_process
-    from actors.startup.preflight import load_tokenizer
-    from benchmarks.workloads import by_category, chat_ids
-
-    config = _config(options, NGRAM, enable_prefix_caching=False)
-    tokenizer = load_tokenizer(config)
-    engine = build_in_process(config, tokenizer=tokenizer)
-    result: dict[str, Any] = {}
-    n = options.new_tokens
-    chosen = options.categories.split(",") if options.categories else None
-    for category, texts in by_category(options.spec_bench, options.per_category).items():
-        if chosen is not None and category not in chosen:
-            continue
-        plain_s = ngram_s = plain_decode = ngram_decode = 0.0
-        accepted = drafts = count = 0
-        for text in texts:
-            ids = chat_ids(tokenizer, text)
-            if len(ids) + n > config.max_model_len:
-                continue
-            runs = {}
-            for on in (False, True) if count % 2 else (True, False):
-                runs[on] = asyncio.run(_generate(engine, ids, n, speculation_enabled=on))
-            assert runs[True]["tokens"] == runs[False]["tokens"], "speculation changed output"
-            count += 1
-            plain_s += runs[False]["total_s"]
-            ngram_s += runs[True]["total_s"]
-            plain_decode += runs[False]["decode_s"]
-            ngram_decode += runs[True]["decode_s"]
-            accepted += runs[True]["stats"].num_accepted_tokens
-            drafts += runs[True]["stats"].num_drafts
-        if not count:
-            continue
-        result[category] = {
-            "prompts": count,
-            "speedup": round(plain_s / ngram_s, 3),
-            "decode_speedup": round(plain_decode / ngram_decode, 3),
-            "acceptance_length": round(1 + accepted / max(drafts, 1), 3),
-            "plain_tokens_per_s": round(count * n / plain_s, 2),
-            "ngram_tokens_per_s": round(count * n / ngram_s, 2),
-        }
-        print(category, result[category], flush=True)
-    engine.stop()
-    return {"categories": result, "lowest_speedup": min(r["speedup"] for r in result.values())}
 
 
 def invariance(options: argparse.Namespace) -> dict[str, Any]:
@@ -318,8 +225,8 @@ def actors(options: argparse.Namespace) -> dict[str, Any]:
     in_process, separate = [], []
     for _ in range(6):
         for engine, samples in ((local, in_process), (replica.engine, separate)):
-            got = asyncio.run(_generate(engine, ids, options.new_tokens, speculation_enabled=False))
-            samples.append(got["decode_s"] / (options.new_tokens - 1))
+            plain = _decode_s(engine, ids, options.new_tokens, speculation_enabled=False)
+            samples.append(asyncio.run(plain))
     overhead = [b - a for a, b in zip(in_process, separate, strict=True)]
     local.stop()
     replica.stop()
@@ -378,10 +285,10 @@ def tp(options: argparse.Namespace) -> dict[str, Any]:
             for i, replica in enumerate(replicas):
                 before = replica.engine.status().stats
                 traffic = replica.traffic()
-                got = asyncio.run(_generate(replica.engine, ids, options.new_tokens))
+                decode_s = asyncio.run(_decode_s(replica.engine, ids, options.new_tokens))
                 after = replica.engine.status().stats
                 num = after["num_steps"] - before["num_steps"]
-                steps[i].append(got["decode_s"] / (options.new_tokens - 1))
+                steps[i].append(decode_s)
                 spent = after["forward_time_s"]["sum"] - before["forward_time_s"]["sum"]
                 forwards[i].append(spent / num)
                 now = replica.traffic()
@@ -466,9 +373,7 @@ def _start_ray() -> None:
 
 SUITES: dict[str, Measure] = {
     "steps": steps,
-    "generate": generate,
     "neighbour": neighbour,
-    "ngram": ngram,
     "invariance": invariance,
     "actors": actors,
     "tp": tp,
@@ -482,10 +387,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="model directory")
-    parser.add_argument("--suites", default="steps,generate,neighbour,ngram,invariance,actors")
-    parser.add_argument("--spec-bench", type=Path, help="spec_bench.jsonl; default: own prompts")
-    parser.add_argument("--per-category", type=int, default=3, help="prompts a category, 0 = all")
-    parser.add_argument("--categories", help="only these of the ngram suite, comma-separated")
+    parser.add_argument("--suites", default="steps,neighbour,invariance,actors")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--threads", type=int, default=None)

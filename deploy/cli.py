@@ -4,6 +4,7 @@
     paceline demo              the demo: model, server, one answer with and without speculation
     paceline demo-model        convert the demo model, print its directory
     paceline chat              talk to a running server
+    paceline bench URL         measure a server with the OpenAI API, ours or another
     paceline explain FILE      every resolved setting, with its source
 
 A mistake that the person at the terminal can fix is one line on stderr and status 1. Ctrl-C and
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from deploy.bench.options import add_options as add_bench_options
 from deploy.errors import UserError
 from deploy.stops import Stops
 
@@ -76,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-tokens", type=int, default=256)
     chat.add_argument("--no-speculation", action="store_true", help="plain decoding")
     chat.set_defaults(run=_chat)
+
+    bench = verbs.add_parser("bench", help="measure a server with the OpenAI API")
+    add_bench_options(bench)
+    bench.set_defaults(run=_bench)
 
     explain = verbs.add_parser("explain", help="show every resolved setting of a file")
     explain.set_defaults(run=lambda options, stops: 0)  # handled before parsing; listed for --help
@@ -160,6 +166,13 @@ def _chat(options: argparse.Namespace, stops: Stops) -> int:
             fields["speculation"] = {"enabled": False}
         chat_loop(ChatClient(options.url, os.environ.get("PACELINE_API_KEY")), **fields)
     return 0
+
+
+def _bench(options: argparse.Namespace, stops: Stops) -> int:
+    with stops.open():
+        from deploy.bench.command import bench
+    # A signal ends the run, not the command: what was measured is shown.
+    return bench(options, stops, lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 from actors.errors import EngineDead
 from actors.requests import GenerateRequest, RunOutput
 from actors.steps.patience import SUSPECT_SHARE
-from deploy.engine_client import ReplicaReport
+from deploy.channel.messages import ReplyTo
+from deploy.channel.sender import Channels
+from deploy.engine_client import ReplicaReport, this_node
 from deploy.facts import ServedModel
 from deploy.gang import GangSeat, describe_gang, take_seat
 from specconfig.app_args import AppArgs
@@ -61,13 +63,38 @@ class Engine:
             if self._seat is not None:
                 self._seat.close()
             raise
+        self._channels = Channels(this_node().id)
+        self._replica.engine.after_delivery(self._channels.flush)
         logger.info("engine ready: %s", config.runtime.served_model_name)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[RunOutput]:
-        """The engine's own stream: a run of tokens a step. Cancelling it frees its KV."""
-        # A coroutine: Serve runs plain functions in threads. It awaits this one, then streams.
-        runs: AsyncIterator[RunOutput] = self._replica.engine.generate(request)
-        return runs
+    async def generate(self, request: GenerateRequest, reply_to: ReplyTo) -> None:
+        """Serve a request, whose runs go over the channel to its front. Returns when the last one
+        is out, so that Serve counts the request, and waits for it, until then. Cancelling it
+        frees its KV.
+
+        Raises:
+            RequestError: the request is refused.
+            RequestLost, EngineStopped: the engine ended with the request in it.
+            ChannelLost: the front cannot be reached, or is gone.
+        """
+        channel = await self._channels.to(reply_to)
+        engine = self._replica.engine
+        taken = RunOutput.acknowledgment(request.request_id, len(request.prompt_token_ids))
+        with channel.delivery(taken) as delivery:
+
+            def deliver(run: RunOutput) -> None:
+                if (end := engine.ended_with(run)) is not None:
+                    delivery.fail(end)
+                else:
+                    delivery.put(run)
+
+            engine.add_request(request, deliver)
+            try:
+                delivery.acknowledge()
+                await delivery.done
+            except BaseException:
+                engine.abort(request.request_id)
+                raise
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
         """Apply the runtime knobs.
@@ -179,6 +206,7 @@ class Engine:
         if replica is not None:
             self._replica = None
             await asyncio.to_thread(replica.stop)
+            self._channels.close()
             if self._seat is not None:
                 await asyncio.to_thread(self._seat.close)
 

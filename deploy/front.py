@@ -135,5 +135,6 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def aclose(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads and the connections to engines. Idempotent."""
         self._pool.shutdown(wait=False)
+        await self._client.aclose()

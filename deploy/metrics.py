@@ -150,6 +150,42 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "position",
     ),
     MetricSpec(
+        "paceline_request_steps_per_k_total",
+        "counter",
+        "num_request_steps_per_k",
+        "Steps of decoding requests by the draft tokens verified in them; k=0 is plain decoding.",
+        "k",
+    ),
+    MetricSpec(
+        "paceline_unsent_draft_tokens_total",
+        "counter",
+        "num_unsent_draft_tokens",
+        "Draft tokens that were looked up and not verified, because they would have cost more time "
+        "than they save.",
+    ),
+    MetricSpec(
+        "paceline_goodput_probes_total",
+        "counter",
+        "num_goodput_probes",
+        "Steps whose K was chosen to measure costs or acceptance again, not because it was best.",
+    ),
+    MetricSpec(
+        "paceline_step_cost_seconds",
+        "gauge",
+        "step_cost_s",
+        "Expected time of a decoding step by its rows (requests plus draft tokens), drafting not "
+        "included; K follows it. Empty where K does not follow goodput.",
+        "rows",
+    ),
+    MetricSpec(
+        "paceline_expected_acceptance",
+        "gauge",
+        "expected_acceptance",
+        "Expected acceptance of each draft position, 0 first, where those before it were accepted; "
+        "requests and kinds of drafts differ from it. Empty where K does not follow goodput.",
+        "position",
+    ),
+    MetricSpec(
         "paceline_drafter_failures_total",
         "counter",
         "num_drafter_failures",

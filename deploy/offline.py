@@ -81,3 +81,6 @@ class InProcessEngines:
             "lossless": self._config.is_lossless,
             "config_digest": self._config.compute_hash(),
         }
+
+    async def aclose(self) -> None:
+        """The engine is its owner's to end."""

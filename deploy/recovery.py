@@ -63,6 +63,7 @@ class Journal:
         self._emitted: list[int] = []
         self._text = ""
         self._first: RunOutput | None = None
+        self._is_continued = False
         # Of finished attempts.
         self._past = SpeculationStats()
         self._current = SpeculationStats()
@@ -83,6 +84,8 @@ class Journal:
         self._current = output.speculation
         if self._first is None:
             self._first = output
+        if not self._is_continued:
+            return output
         return dataclasses.replace(
             output,
             token_ids=token_ids,
@@ -97,6 +100,7 @@ class Journal:
 
     def continuation(self, attempt: int) -> GenerateRequest | None:
         """The request that goes on where the client stands; None when nothing is left to do."""
+        self._is_continued = True
         kept, chars = self._clean_cut()
         self._skip_tokens = len(self._emitted) - kept
         self._skip_chars = len(self._text) - chars
@@ -283,6 +287,8 @@ class _Deadline:
         self._at = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
     async def __call__(self, work: Awaitable[T]) -> T:
+        if self._at is None:
+            return await work
         limit = asyncio.timeout_at(self._at)
         try:
             async with limit:

@@ -149,6 +149,12 @@ class EngineConfig(Frozen):
             return spec.num_speculative_tokens
         return tokens_for_batch(table, max(1, num_scheduled_requests), spec.num_speculative_tokens)
 
+    @property
+    def follows_goodput(self) -> bool:
+        """Whether each request gets, up to that K, as many drafts as pay."""
+        spec = self.speculative
+        return spec is not None and spec.num_speculative_tokens_schedule == "goodput"
+
     # Drafter ---------------------------------------------------------------------------------
 
     @property

@@ -66,6 +66,12 @@ class SpeculativeFields(BaseModel):
         default=None,
         description="Inclusive ranges [first, last, K] over the number of scheduled requests.",
     )
+    num_speculative_tokens_schedule: Literal["goodput", "constant"] | None = Field(
+        default=None,
+        description="goodput: each request and step gets as many drafts as measured costs and "
+        "acceptance say pay, up to K; constant: K, or the table's. None = goodput, but constant "
+        "with a table, with data parallelism and with a lossy rule.",
+    )
     parallel_drafting: bool = Field(
         default=False, description="All K drafts in one pass (PARD, P-EAGLE); needs a mask token."
     )

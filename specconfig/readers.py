@@ -134,6 +134,7 @@ SPECULATIVE_READERS: Mapping[str, Entry] = {
     "enforce_eager": Planned("compiling the draft apart from the target"),
     "num_speculative_tokens": Reader(_LIMITS, "num_speculative_tokens"),
     "num_speculative_tokens_per_batch_size": Reader(_LIMITS, "num_speculative_tokens_for_batch"),
+    "num_speculative_tokens_schedule": Reader(_LIMITS, "follows_goodput"),
     "parallel_drafting": _DRAFTER,
     "disable_padded_drafter_batch": Planned("padded drafter batches"),
     "index_share_for_mtp_iteration": Planned("MTP drafters with sparse attention"),

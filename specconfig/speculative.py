@@ -22,6 +22,9 @@ class SpeculativeConfig(SpeculativeFields):
 
     method: str = Field(description="Canonical method name.")
     num_speculative_tokens: int = Field(gt=0, description="K.")
+    num_speculative_tokens_schedule: Literal["goodput", "constant"] = Field(
+        description="Whether K follows what drafts gain and cost."
+    )
     prompt_lookup_max: int | None = Field(default=None, ge=0, description="0 = not looked up.")
     prompt_lookup_min: int | None = Field(default=None, ge=0, description="0 = not looked up.")
     custom_method: str | None = Field(

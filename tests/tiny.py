@@ -9,6 +9,8 @@ from typing import Any
 SPECIALS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
 VOCAB_SIZE = 256 + len(SPECIALS)
 EOS_ID = 257
+# For tests of drafts: drafts that are mostly wrong would soon not be made.
+CONSTANT_K = {"num_speculative_tokens_schedule": "constant"}
 
 CHAT_TEMPLATE = (
     "{{ '<|bos|>' }}{% for message in messages %}"

@@ -25,7 +25,7 @@ from actors.model.attention_torch import (
 from actors.native.build import AttentionKernels, load_kernels
 
 # From this many rows on, SDPA's matrix products beat the kernel's row at a time.
-_GEMM_ROWS = 128
+GEMM_ROWS = 128
 
 _LIB = torch.library.Library("paceline", "DEF")
 # Without `key` and `value` nothing is written: a layer that reads another one's cache.
@@ -65,7 +65,7 @@ def _paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     kernels = native_kernels(k_cache)
-    if kernels is None or (not exact and query.shape[2] >= _GEMM_ROWS):
+    if kernels is None or (not exact and query.shape[2] >= GEMM_ROWS):
         # Tensors of the host: looking at their values waits for nothing.
         host = HostBatch(query_start.numpy(), seq_lens.numpy(), block_table.numpy(), slots.numpy())
         plan = GatherPlan(host, k_cache.shape[3], k_cache.device)

@@ -1,32 +1,34 @@
-"""One decoder layer compiled once and reused for every layer like it.
+"""One decoder layer compiled once, to C, and reused for every layer like it.
 
-`torch.compile` on each layer module would work, but its guards cost 0.3 ms a layer and step on a
-2-core machine. Instead a layer is traced as a function of (its tensors, its inputs), the graph is
-compiled by inductor with the number of rows left symbolic, and each layer calls the result with
-its own tensors. Nothing is guarded: the runner calls with the same kinds of inputs every step.
+A layer is traced as a function of (its tensors, its inputs) with the number of rows left symbolic;
+`layer_code` writes C for the graph, the machine's C compiler builds it, and each layer runs the
+result with its own tensors. All layers of a step run in one call, by one team of threads.
 
 Layers are alike when their classes, tensor shapes and plain attributes agree (the layer index
-aside), so a model with sliding and full attention layers gets two graphs.
+aside), so a model with sliding and full attention layers gets two functions.
 
-What makes leaving out the guards safe: each layer is called from one place, with tensors of the
-same kinds and the same constants in every step, and only the sizes that are symbolic change. What
-reads anything else of the world (the batch's lengths, the routing of experts) is an op that the
-graph holds as a call.
+Nothing is guarded: each layer is called from one place, with tensors of the same kinds and the same
+constants in every step, and only the sizes that are symbolic change.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import operator
-import shutil
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from actors.errors import LoadError
+from actors.model.attention_op import GEMM_ROWS
+from actors.model.layer_code import LayerWriter, Unsupported
+from actors.native import build, products
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +37,15 @@ logger = logging.getLogger(__name__)
 _EXAMPLE_ROWS = 29
 _EXAMPLE_REQS = 37
 
+# Up to this many rows a decode step may have; buffers for each number are kept.
+_FEW_ROWS = 32
+
 _TensorSlot = tuple[dict[str, Any], str]
 
 
-# Compiling takes seconds; below this many parameters a model is fast enough without.
-_MIN_PARAMETERS = 30_000_000
+# Tracing and the C compiler take two seconds together; below this many parameters a model is fast
+# enough without.
+_MIN_PARAMETERS = 5_000_000
 
 
 def chooses_compiled(
@@ -65,20 +71,13 @@ def chooses_compiled(
         if setting == "on":
             raise LoadError("compile_layers: on is for CPU; on CUDA use auto or off")
         return False
-    reason = can_compile()
-    if reason is None:
-        return True
-    if setting == "on":
-        raise LoadError(f"compile_layers: on cannot be had, {reason}; use auto or off")
-    logger.warning("layers run eagerly: %s", reason)
-    return False
-
-
-def can_compile() -> str | None:
-    """Why layers cannot be compiled here, or None when they can."""
-    if not (shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")):
-        return "no C++ compiler on this machine"
-    return None
+    if products.load() is None:
+        if setting == "on":
+            raise LoadError(
+                "compile_layers: on needs a C compiler; install gcc or clang, or use auto"
+            )
+        return False
+    return True
 
 
 def _tensor_slots(layer: nn.Module) -> list[_TensorSlot]:
@@ -127,12 +126,20 @@ def _join(
     return pytree.tree_unflatten(leaves, spec)
 
 
+@dataclass(frozen=True)
+class _Function:
+    """A compiled layer: its address, and what a call of it needs."""
+
+    address: int
+    library: ctypes.CDLL
+    num_counters: int
+    space: int
+
+
 def _trace_and_compile(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[..., Any]:
-    import torch._inductor.config as inductor_config
+) -> _Function:
     from torch._functorch.compile_utils import fx_graph_cse
-    from torch._inductor.compile_fx import compile_fx
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import (
@@ -155,7 +162,9 @@ def _trace_and_compile(
         try:
             call_args, call_kwargs = _join(tensors[len(slots) :], consts, is_tensor, spec)
             out = type(layer).forward(layer, *call_args, **call_kwargs)
-            return out if isinstance(out, tuple) else (out,)
+            if not isinstance(out, Tensor):
+                raise Unsupported("a layer that returns more than its states")
+            return (out,)
         finally:
             for (owner, key), tensor in zip(slots, saved, strict=True):
                 owner[key] = tensor
@@ -165,8 +174,6 @@ def _trace_and_compile(
     dynamic_sizes = {_EXAMPLE_ROWS, _EXAMPLE_REQS, _EXAMPLE_REQS + 1}
 
     def fake(tensor: Tensor, *, symbolic: bool) -> Tensor:
-        if tensor.is_mkldnn:  # an opaque layout; only ever handed to the packed linear op
-            return tensor
         if not symbolic:
             # Weights are constants in shape, also where a dimension happens to be 29 or 37.
             return fake_mode.from_tensor(tensor.detach(), static_shapes=True)
@@ -181,49 +188,175 @@ def _trace_and_compile(
         graph = make_fx(flat, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
     # What a layer computes twice from the same input is computed once.
     graph.graph = fx_graph_cse(graph.graph)
-    graph.recompile()
-    # Inductor reads the symbolic sizes from the traced placeholders; real tensors would fix them.
-    values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-    # Strides are asserted against the example's otherwise, on every call of every layer.
-    with inductor_config.patch(size_asserts=False, alignment_asserts=False):
-        compiled: Any = compile_fx(graph, values)
-    return cast("Callable[..., Any]", compiled)
+    graph.graph.eliminate_dead_code()
+    code = LayerWriter(graph.graph, len(weights)).write()
+    library = build.load_text("layer", code.source, "layers")
+    if library is None:
+        raise LoadError("the C compiler failed")
+    address = ctypes.cast(library.layer, ctypes.c_void_p).value
+    assert address is not None
+    return _Function(address, library, code.num_counters, code.space)
+
+
+@dataclass
+class _Installed:
+    """One layer that runs compiled. `address`: of `weights`, which are the addresses of `kept`."""
+
+    function: _Function
+    address: int
+    weights: ctypes.Array[ctypes.c_void_p]
+    kept: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Call:
+    """Layer `index` is to read `states` and to write `out`."""
+
+    index: int
+    states: Tensor
+    out: Tensor
+    batch: _Batch
 
 
 class LayerCompiler:
-    """Replaces the forward of decoder layers by compiled graphs, compiled on first use.
+    """Replaces the forward of decoder layers by compiled code, compiled on first use.
 
     A layer that cannot be compiled ends it for all: they run as they are, or, with `is_required`,
     LoadError is raised.
+
+    Once a forward has shown that the decoder hands each layer what the one before returned, and
+    where nobody looks at it in between, a layer's call only notes what is to be done; the last one
+    runs them all. Where moreover all layers are called alike, one module takes their place.
+
+    Args:
+        layers: The decoder's own list, changed in place.
+        exact: False lets many rows run eagerly, on the faster attention whose bits depend on how
+            many they are.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, is_required: bool) -> None:
-        self._layers = layers
+    def __init__(self, layers: nn.ModuleList, *, is_required: bool, exact: bool = True) -> None:
+        self._list = layers
+        self._layers = list(layers)
         self._is_required = is_required
-        self._graphs: dict[Any, Callable[..., Any]] = {}
+        self._exact = exact
+        self._functions: dict[Any, _Function] = {}
+        self._installed: list[_Installed | None] = [None] * len(layers)
         self.is_active = True
-        for layer in layers:
-            self._install_one(layer)
+        # By layer: whether something besides the next one reads its states.
+        self._is_read = [
+            bool(layer._forward_hooks) or bool(following._forward_pre_hooks)
+            for layer, following in pairwise(self._layers)
+        ]
+        self._is_read.append(True)
+        # Whether a forward has shown that the decoder itself does not.
+        self._is_chain: bool | None = None
+        self._is_unchained = False
+        self._last: Tensor | None = None
+        self._batch: _Batch | None = None
+        self._num_batches = 0
+        self._pending: list[_Call] = []
+        self._space = torch.empty(0)
+        self._between: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, layer in enumerate(self._layers):
+            self._install_one(index, layer)
 
-    def _install_one(self, layer: nn.Module) -> None:
-        kind = _plain_attributes(layer)
-        # Looked up once: nothing replaces a tensor of a layer that serves, KV tensors included
-        # (`allocate` comes before). The module itself is still what is called, so hooks on it run.
-        weights = [owner[key] for owner, key in _tensor_slots(layer)]
-        # A runner calls its layers the same way every step: the graph is looked up once a layer.
-        graph: Callable[..., Any] | None = None
-
+    def _install_one(self, index: int, layer: nn.Module) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal graph
-            if graph is None:
+            if self._is_eager(args[0]):
+                return type(layer).forward(layer, *args, **kwargs)
+            if self._installed[index] is None:
                 try:
-                    graph = self._graph(kind, layer, args, kwargs)
+                    self._compile(index, layer, args, kwargs)
                 except Exception as error:
                     self._give_up(layer, error)
                     return layer(*args, **kwargs)
-            return graph(*weights, *_row_tensors(args, kwargs))[0]
+            return self._run(index, args[0], args[1:], kwargs)
 
         layer.forward = forward
+
+    def _is_eager(self, states: Tensor) -> bool:
+        return not self._exact and states.shape[1] >= GEMM_ROWS
+
+    def _run(
+        self, index: int, states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        if index == 0:
+            self._pending.clear()
+            self._num_batches = 0
+        elif states is not self._last and not self._pending:
+            self._is_unchained = True
+        batch = self._batch
+        if index == 0 or batch is None or not batch.is_of(args, kwargs):
+            batch = self._batch = _Batch(args, kwargs)
+            self._num_batches += 1
+        waits = self._is_chain is True and not self._is_read[index]
+        out = self._states_between(states)[index % 2] if waits else torch.empty_like(states)
+        self._pending.append(_Call(index, states, out, batch))
+        if not waits:
+            self._run_pending()
+        self._last = out
+        if index == len(self._layers) - 1 and self._is_chain is None:
+            self._is_chain = not self._is_unchained
+        return out
+
+    def settle(self) -> None:
+        """Between two forwards: where the last one has shown that it may, let one module run all
+        layers."""
+        if self._is_chain and self._num_batches == 1 and not any(self._is_read[:-1]):
+            self._is_chain = False  # nothing is left to learn
+            del self._list[1:]
+            self._list[0] = _AllLayers(self, self._layers)
+
+    def run_all(self, states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """All layers over `states`; the other arguments are as each of them gets."""
+        if self._is_eager(states):
+            for layer in self._layers:
+                states = type(layer).forward(layer, states, *args, **kwargs)
+            return states
+        batch, between = _Batch(args, kwargs), self._states_between(states)
+        out, final = states, torch.empty_like(states)
+        for index in range(len(self._layers)):
+            states, out = out, between[index % 2]
+            self._pending.append(_Call(index, states, out, batch))
+        self._pending[-1].out = final
+        self._run_pending()
+        return final
+
+    def _states_between(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a layer's states lie until the next one has read them, by turns."""
+        num_rows = states.shape[1]
+        if num_rows not in self._between:
+            # Those of many rows are kept for this step only.
+            self._between = {n: p for n, p in self._between.items() if n <= _FEW_ROWS}
+            self._between[num_rows] = (torch.empty_like(states), torch.empty_like(states))
+        return self._between[num_rows]
+
+    def _run_pending(self) -> None:
+        lib = products.load()
+        assert lib is not None
+        calls, self._pending = self._pending, []
+        count = len(calls)
+        layers, weights, ins, rows, outs = ((ctypes.c_void_p * count)() for _ in range(5))
+        most_counters = space = 0
+        for i, call in enumerate(calls):
+            installed = self._installed[call.index]
+            assert installed is not None
+            layers[i] = installed.function.address
+            weights[i] = installed.address
+            ins[i], outs[i] = call.states.data_ptr(), call.out.data_ptr()
+            rows[i] = call.batch.address
+            most_counters = max(most_counters, installed.function.num_counters)
+            space = max(space, installed.function.space)
+        num_rows, batch = calls[0].states.shape[1], calls[0].batch
+        if len(self._space) < num_rows * space:
+            self._space = torch.empty(num_rows * space)
+        counters = (ctypes.c_int64 * (count * most_counters))()
+        failed = lib.run_layers(
+            count, layers, weights, ins, rows, outs, counters, most_counters, num_rows,
+            batch.num_reqs, batch.max_blocks, self._space.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("paged attention: no scratch memory")
 
     def _give_up(self, layer: nn.Module, error: Exception) -> None:
         lines = str(error).strip().splitlines()
@@ -237,17 +370,62 @@ class LayerCompiler:
         for installed in self._layers:
             installed.__dict__.pop("forward", None)
 
-    def _graph(
-        self, kind: Any, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[..., Any]:
+    def _compile(
+        self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         tensors, consts, spec = _split(args, kwargs)
         # From here on the quick walk decides the order of inputs: it must agree with pytree's.
         fast = _row_tensors(args, kwargs)
-        assert len(tensors) == len(fast) and all(map(operator.is_, tensors, fast))
-        key = (kind, spec, tuple(consts))
-        if key not in self._graphs:
-            self._graphs[key] = _trace_and_compile(layer, *_resize_example(args, kwargs))
-        return self._graphs[key]
+        assert len(tensors) == len(fast) and all(a is b for a, b in zip(tensors, fast, strict=True))
+        key = (_plain_attributes(layer), spec, tuple(consts))
+        if key not in self._functions:
+            self._functions[key] = _trace_and_compile(layer, *_resize_example(args, kwargs))
+        # Looked up once: nothing replaces a tensor of a layer that serves, KV tensors included
+        # (`allocate` comes before). The module itself is still what is called, so hooks on it run.
+        kept = [owner[key].contiguous() for owner, key in _tensor_slots(layer)]
+        weights = (ctypes.c_void_p * len(kept))(*(x.data_ptr() for x in kept))
+        self._installed[index] = _Installed(
+            self._functions[key], ctypes.addressof(weights), weights, kept
+        )
+
+
+class _AllLayers(nn.Module):
+    """Stands in a decoder's list for all of its layers."""
+
+    def __init__(self, compiler: LayerCompiler, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._compiler = compiler
+
+    def forward(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._compiler.run_all(states, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What decoders ask of a layer: its type, which is the same for all."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["layers"][0], name)  # type: ignore[index]
+
+
+class _Batch:
+    """What a step's layers are called with besides their states; layers with the same share it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        self._kept = [x.contiguous() for x in _row_tensors(args, kwargs)]
+        self._pointers = (ctypes.c_void_p * len(self._kept))(*(x.data_ptr() for x in self._kept))
+        self.address = ctypes.addressof(self._pointers)
+        self.num_reqs = kwargs["seq_lens"].shape[0]
+        self.max_blocks = kwargs["block_table"].shape[1]
+
+    def is_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return (
+            len(args) == len(self._args)
+            and all(map(operator.is_, args, self._args))
+            and kwargs.keys() == self._kwargs.keys()
+            and all(map(operator.is_, kwargs.values(), self._kwargs.values()))
+        )
 
 
 def _row_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

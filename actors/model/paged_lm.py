@@ -54,7 +54,9 @@ class PagedCausalLM(Trunk):
         """Create the KV tensors and, where asked, route the layers through compiled graphs."""
         self.kv.allocate(num_blocks, block_size)
         if self.compiles:
-            self._compiler = LayerCompiler(self.layers, is_required=self._must_compile)
+            self._compiler = LayerCompiler(
+                self.layer_list, is_required=self._must_compile, exact=self._batch_invariant
+            )
 
     @property
     def compiled(self) -> bool:
@@ -68,6 +70,8 @@ class PagedCausalLM(Trunk):
         return self.kv.is_exact and not self.has_plain_experts and self._rows_are_apart
 
     def forward(self, batch: FlatBatch) -> Output:
+        if self._compiler is not None:
+            self._compiler.settle()
         return super().forward(batch.over(self.kv))
 
     def warm_up(self, tables: SlotTables, max_rows: int) -> None:

@@ -89,6 +89,7 @@ class Trunk:
             talks=self.group.size > 1 or self._exchange is not None,
         )
         self._decoder, self._states_type = loaded.decoder, loaded.states_type
+        self.layer_list: nn.ModuleList = loaded.decoder.layers  # type: ignore[assignment]
         self._taps = TapHooks(taps or TapSpec(), self._decoder, self.layers)
         self._install_rotary()
         if self.compiles:

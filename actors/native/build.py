@@ -85,6 +85,18 @@ def load_library(source: Path, flags: tuple[str, ...], purpose: str) -> ctypes.C
     return ctypes.CDLL(str(path))
 
 
+def load_text(name: str, text: str, purpose: str) -> ctypes.CDLL | None:
+    """As `load_library`, of C code that was generated; it stays beside what was built of it."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:20]
+    path = cache_dir() / "native" / f"{name}-{digest}.c"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as tmp:
+            tmp.write(text)
+        Path(tmp.name).replace(path)
+    return load_library(path, (), purpose)
+
+
 def _cpu_identity() -> str:
     """What `-march=native` depends on, so that a cache on shared storage is not misused."""
     try:
@@ -113,7 +125,7 @@ def _build(compiler: str, source: Path, flags: tuple[str, ...], purpose: str) ->
     # Built beside the final name and renamed: several processes may start at once.
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as tmp:
         scratch = Path(tmp.name)
-    command = [compiler, *_FLAGS, *flags, "-o", str(scratch), str(source), "-lm"]
+    command = [compiler, *_FLAGS, *flags, f"-I{_FOLDER}", "-o", str(scratch), str(source), "-lm"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         scratch.replace(path)

@@ -13,16 +13,17 @@
  */
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
 #include <omp.h>
-#endif
 
+#include "team.h"
 #include "vector.h"
 
 #define P 16       /* outputs a panel */
 #define NV (P / W) /* vectors a row of a panel */
 #define MOST 6     /* rows whose sums fit into registers beside a panel's weights */
 #define CHUNK 256  /* inputs that are unpacked at a time for many rows; whole groups of each format */
+
+#define SECOND_CACHE 65536 /* floats of x that stay in it */
 
 #define ALWAYS static inline __attribute__((always_inline))
 #define AT(p) (*(const vf *)(p))
@@ -92,12 +93,13 @@ typedef void Few(const uint8_t *panel, int64_t stride, int64_t K, const float *x
 
 #define MANY(M)                                                                                   \
   static void many_##M(const float *w, int64_t num, const float *x, int64_t ldx, float *y,        \
-                       int64_t ldy, int is_first, const float *bias) {                            \
+                       int64_t ldy, int is_first, const float *bias, const char *ahead) {         \
     vf a[M][NV];                                                                                  \
     for (int m = 0; m < M; m++)                                                                   \
       for (int v = 0; v < NV; v++) a[m][v] = is_first ? (vf){0} : AT(y + m * ldy + v * W);        \
     for (int64_t k = 0; k < num; k++) {                                                           \
       vf wk[NV];                                                                                  \
+      __builtin_prefetch(ahead + k * 64);                                                         \
       for (int v = 0; v < NV; v++) wk[v] = AT(w + k * P + v * W);                                 \
       for (int m = 0; m < M; m++)                                                                 \
         for (int v = 0; v < NV; v++) a[m][v] += wk[v] * x[m * ldx + k];                           \
@@ -116,17 +118,18 @@ static void many(Load *load, const uint8_t *panel, int64_t K, const float *x, in
   for (int64_t k = 0; k < K; k += CHUNK) {
     int64_t num = K - k < CHUNK ? K - k : CHUNK;
     const float *w = load(panel, k, num, K, space), *b = k + num == K ? bias : 0;
+    const char *ahead = (const char *)(w == space ? panel : (const uint8_t *)(w + num * P));
     for (int64_t row = 0; row < rows;) {
       int64_t left = rows - row, m = left <= MOST ? left : left >= 2 * MOST ? MOST : (left + 1) / 2;
       const float *from = x + row * ldx + k;
       float *to = y + row * ldy;
       switch (m) {
-        case 1: many_1(w, num, from, ldx, to, ldy, k == 0, b); break;
-        case 2: many_2(w, num, from, ldx, to, ldy, k == 0, b); break;
-        case 3: many_3(w, num, from, ldx, to, ldy, k == 0, b); break;
-        case 4: many_4(w, num, from, ldx, to, ldy, k == 0, b); break;
-        case 5: many_5(w, num, from, ldx, to, ldy, k == 0, b); break;
-        default: many_6(w, num, from, ldx, to, ldy, k == 0, b);
+        case 1: many_1(w, num, from, ldx, to, ldy, k == 0, b, ahead); break;
+        case 2: many_2(w, num, from, ldx, to, ldy, k == 0, b, ahead); break;
+        case 3: many_3(w, num, from, ldx, to, ldy, k == 0, b, ahead); break;
+        case 4: many_4(w, num, from, ldx, to, ldy, k == 0, b, ahead); break;
+        case 5: many_5(w, num, from, ldx, to, ldy, k == 0, b, ahead); break;
+        default: many_6(w, num, from, ldx, to, ldy, k == 0, b, ahead);
       }
       row += m;
     }
@@ -162,11 +165,9 @@ FORMAT(Q4_K) FORMAT(Q5_K) FORMAT(Q6_K)
 static const Format *const formats[] = {&F32,  &BF16, &F16,  &Q8_0, &Q4_0, &Q4_1,
                                         &Q5_0, &Q5_1, &Q4_K, &Q5_K, &Q6_K};
 
-/* Outputs of panels [first, end): the share of one thread. Panels behind the last whole number of
- * outputs are filled up with anything; of their outputs only those below N are written. */
-void linear_panels(const void *weight, int64_t format, const float *bias, int64_t N, int64_t K,
-                   const float *x, int64_t ldx, int64_t rows, float *y, int64_t ldy, int64_t first,
-                   int64_t end) {
+static void of_block(const void *weight, int64_t format, const float *bias, int64_t N, int64_t K,
+                     const float *x, int64_t ldx, int64_t rows, float *y, int64_t ldy,
+                     int64_t first, int64_t end) {
   const Format *f = formats[format];
   int64_t stride = f->bytes(K);
   for (int64_t p = first; p < end;) {
@@ -201,6 +202,19 @@ void linear_panels(const void *weight, int64_t format, const float *bias, int64_
   }
 }
 
+/* Outputs of panels [first, end): the share of one thread. Panels behind the last whole number of
+ * outputs are filled up with anything; of their outputs only those below N are written. Many rows
+ * go block by block, each small enough to stay in the second cache while all panels pass it. */
+void linear_panels(const void *weight, int64_t format, const float *bias, int64_t N, int64_t K,
+                   const float *x, int64_t ldx, int64_t rows, float *y, int64_t ldy, int64_t first,
+                   int64_t end) {
+  int64_t block = SECOND_CACHE / K / MOST * MOST;
+  if (block < 4 * MOST) block = 4 * MOST;
+  for (int64_t row = 0; row < rows; row += block)
+    of_block(weight, format, bias, N, K, x + row * ldx, ldx, rows - row < block ? rows - row : block,
+             y + row * ldy, ldy, first, end);
+}
+
 /* All panels, by `threads` threads that take a few at a time. */
 void linear(const void *weight, int64_t format, const float *bias, int64_t N, int64_t K,
             const float *x, int64_t ldx, int64_t rows, float *y, int64_t ldy, int threads) {
@@ -227,4 +241,39 @@ int look_up(const void *weight, int64_t format, int64_t N, int64_t K, const int6
     }
   }
   return 0;
+}
+
+/* --- layers ------------------------------------------------------------------------------------ */
+
+typedef struct {
+  void (*panels)(const void *, int64_t, const float *, int64_t, int64_t, const float *, int64_t,
+                 int64_t, float *, int64_t, int64_t, int64_t);
+  int64_t num_rows, num_reqs, max_blocks;
+  float *space;
+} Step; /* as in layer.h */
+
+typedef int Layer(const Step *step, Member member, void *const *weights, const float *states,
+                  void *const *rows, float *out, int64_t *next);
+
+/* Run layers in order by one team; layer i reads the states `in[i]` and writes `out[i]`. `next`:
+ * room for `most_counters` a layer. Returns 0, or not if a layer failed. */
+int run_layers(int64_t num_layers, Layer *const *layers, void *const *const *weights,
+               const float *const *in, void *const *const *rows, float *const *out, int64_t *next,
+               int64_t most_counters, int64_t num_rows, int64_t num_reqs, int64_t max_blocks,
+               float *space, int threads) {
+  static _Thread_local Team own = {.looks = MOST_LOOKS}; /* kept, for what it has learnt */
+  Team *team = &own;
+  Step step = {linear_panels, num_rows, num_reqs, max_blocks, space};
+  int failed = 0;
+  memset(next, 0, num_layers * most_counters * sizeof(int64_t));
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
+  {
+    Member member = {team, omp_get_thread_num()};
+#pragma omp single
+    team->size = omp_get_num_threads();
+    for (int64_t i = 0; i < num_layers && !failed; i++)
+      failed = layers[i](&step, member, weights[i], in[i], rows[i], out[i],
+                         next + i * most_counters);
+  }
+  return failed;
 }

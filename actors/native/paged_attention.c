@@ -20,9 +20,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef _OPENMP
 #include <omp.h>
-#endif
+
+#include "team.h"
 
 #define W 8      /* floats a vector; gcc and clang lower it to what the machine has */
 #define LANES 4  /* queries handled together, so that a key vector is loaded once for four */
@@ -232,6 +232,104 @@ void write_kv(const float *key, const float *value, float *k_cache, float *v_cac
   }
 }
 
+typedef struct {
+  const float *q, *k_cache, *v_cache, *sinks;
+  float *out;
+  const int32_t *block_table, *query_start, *seq_lens;
+  int64_t R, max_blocks, num_heads, num_kv_heads, q_row, q_head, window;
+  float scale, softcap;
+  int causal;
+} Attention;
+
+/* LANES consecutive (row, head-in-group) pairs, from `g0` on, of one request and kv head. */
+typedef struct {
+  int64_t r, h, g0;
+} Item;
+
+static int64_t num_parts(const Attention *a, int64_t r) {
+  return ((int64_t)a->seq_lens[r] + PART - 1) / PART;
+}
+
+/* (row, head-in-group) pairs of a request. */
+static int64_t num_pairs(const Attention *a, int64_t r) {
+  return (int64_t)(a->query_start[r + 1] - a->query_start[r]) * (a->num_heads / a->num_kv_heads);
+}
+
+/* Partitions [part, end) of an item, merged in order into `total`. */
+static void attend_item(const Attention *a, Item it, int64_t part, int64_t end, State total[LANES]) {
+  int64_t G = a->num_heads / a->num_kv_heads, start = a->query_start[it.r];
+  int64_t qlen = a->query_start[it.r + 1] - start, qn = qlen * G;
+  Ctx c = {a->k_cache, a->v_cache, a->block_table + it.r * a->max_blocks, a->num_kv_heads,
+           a->scale, a->softcap};
+  const float *qp[LANES];
+  int64_t first[LANES], last[LANES];
+  for (int i = 0; i < LANES; i++) {
+    int64_t g = it.g0 + i < qn ? it.g0 + i : qn - 1;
+    qp[i] = a->q + (start + g / G) * a->q_row + (it.h * G + g % G) * a->q_head;
+    int64_t pos = a->seq_lens[it.r] - qlen + g / G;
+    last[i] = a->causal ? pos : a->seq_lens[it.r] - 1;
+    first[i] = a->window ? pos - a->window + 1 : 0;
+  }
+  partial(&c, it.h, part, qp, first, last, total);
+  for (part++; part < end; part++) {
+    State st[LANES];
+    partial(&c, it.h, part, qp, first, last, st);
+    for (int i = 0; i < LANES; i++) merge(&total[i], &st[i]);
+  }
+}
+
+static void finish_item(const Attention *a, Item it, const State total[LANES]) {
+  int64_t G = a->num_heads / a->num_kv_heads, qn = num_pairs(a, it.r);
+  for (int i = 0; i < LANES && it.g0 + i < qn; i++) {
+    int64_t head = it.h * G + (it.g0 + i) % G;
+    int64_t row = a->query_start[it.r] + (it.g0 + i) / G;
+    finish(&total[i], a->sinks ? a->sinks + head : NULL,
+           a->out + (row * a->num_heads + head) * HEAD_DIM);
+  }
+}
+
+/* Attention of all query rows by a team: all of it call this with the same arguments. `next`: two
+ * counters, 0. The output is whole when all have come to the next meeting. Returns 0, or on all of
+ * them -1 when scratch memory could not be had.
+ *
+ * Few items and long sequences: partitions are handed out to the threads and merged afterwards.
+ * Else every item walks its own. The same `partial` and `merge` calls happen either way. */
+static int attend_together(const Attention *a, Member m, int64_t next[2]) {
+  int64_t num_items = 0, max_parts = 1;
+  for (int64_t r = 0; r < a->R; r++) {
+    num_items += (num_pairs(a, r) + LANES - 1) / LANES * a->num_kv_heads;
+    if (num_parts(a, r) > max_parts) max_parts = num_parts(a, r);
+  }
+  int split = max_parts > 1 && num_items < 4 * m.team->size;
+  State *states = NULL;
+  if (split) {
+    states = shared_scratch(m, (size_t)num_items * max_parts * LANES * sizeof(State));
+    if (!states) return -1;
+  }
+  for (int phase = split ? 0 : 1; phase < 2; phase++) {
+    int64_t steps = phase == 0 ? max_parts : 1, n = 0;
+    int64_t mine = __atomic_fetch_add(&next[phase], 1, __ATOMIC_RELAXED);
+    for (Item it = {0, 0, 0}; it.r < a->R; it.r++)
+      for (it.h = 0; it.h < a->num_kv_heads; it.h++)
+        for (it.g0 = 0; it.g0 < num_pairs(a, it.r); it.g0 += LANES, n++)
+          for (; mine < (n + 1) * steps;
+               mine = __atomic_fetch_add(&next[phase], 1, __ATOMIC_RELAXED)) {
+            int64_t part = mine % steps, parts = num_parts(a, it.r);
+            State own[LANES], *total = split ? states + n * max_parts * LANES : own;
+            if (phase == 0) {
+              if (part < parts) attend_item(a, it, part, part + 1, total + part * LANES);
+              continue;
+            }
+            if (!split) attend_item(a, it, 0, parts, total);
+            for (part = 1; split && part < parts; part++)
+              for (int i = 0; i < LANES; i++) merge(&total[i], &total[part * LANES + i]);
+            finish_item(a, it, total);
+          }
+    if (phase == 0) meet(m);
+  }
+  return 0;
+}
+
 /* Attention of all query rows of a ragged batch.
  *   query_start [R + 1], seq_lens [R] (keys of the request, its new rows included),
  *   block_table [R, max_blocks]. Row j of request r sits at pos = seq_len - q_len + j and sees
@@ -244,94 +342,22 @@ int paged_attention(const float *q, float *out, const float *k_cache, const floa
                     const int32_t *seq_lens, int64_t R, int64_t max_blocks, int64_t num_heads,
                     int64_t num_kv_heads, int64_t q_row, int64_t q_head, const float *sinks,
                     float scale, float softcap, int64_t window, int causal, int threads) {
-  int64_t G = num_heads / num_kv_heads;
-  /* An item is LANES consecutive (row, head-in-group) pairs of one request and kv head. */
-  int64_t num_items = 0, max_parts = 1, num_keys = 0;
-  for (int64_t r = 0; r < R; r++) {
-    int64_t qn = (int64_t)(query_start[r + 1] - query_start[r]) * G;
-    int64_t of_request = (qn + LANES - 1) / LANES * num_kv_heads;
-    num_items += of_request;
-    num_keys += of_request * seq_lens[r];
-    int64_t parts = ((int64_t)seq_lens[r] + PART - 1) / PART;
-    if (parts > max_parts) max_parts = parts;
+  Attention a = {q,           k_cache,   v_cache,  sinks, out,    block_table,
+                 query_start, seq_lens,  R,        max_blocks,    num_heads,
+                 num_kv_heads, q_row,    q_head,   window, scale, softcap,
+                 causal};
+  int64_t num_keys = 0;
+  int failed = 0;
+  for (int64_t r = 0; r < R; r++)
+    num_keys += (num_pairs(&a, r) + LANES - 1) / LANES * num_kv_heads * seq_lens[r];
+  Team team = {.looks = LEAST_LOOKS};
+  int64_t next[2] = {0, 0};
+#pragma omp parallel num_threads(threads) if (num_keys >= WORTH_THREADS) reduction(| : failed)
+  {
+#pragma omp single
+    team.size = omp_get_num_threads();
+    failed = attend_together(&a, (Member){&team, omp_get_thread_num()}, next);
   }
-  if (num_items == 0) return 0;
-  if (num_keys < WORTH_THREADS) threads = 1;
-  int32_t(*items)[3] = malloc(num_items * sizeof(*items));
-  if (!items) return -1;
-  int64_t n = 0;
-  for (int64_t r = 0; r < R; r++) {
-    int64_t qn = (int64_t)(query_start[r + 1] - query_start[r]) * G;
-    for (int64_t h = 0; h < num_kv_heads; h++)
-      for (int64_t g = 0; g < qn; g += LANES) {
-        items[n][0] = (int32_t)r;
-        items[n][1] = (int32_t)h;
-        items[n++][2] = (int32_t)g;
-      }
-  }
-  /* Few items and long sequences: hand out partitions to the threads, merge afterwards. Else every
-   * item walks its own partitions. The same `partial` and `merge` calls happen either way. */
-  int split = max_parts > 1 && num_items < 4 * threads;
-  State *scratch = NULL;
-  if (split) {
-    scratch = aligned_alloc(64, ((size_t)num_items * max_parts * LANES * sizeof(State) + 63) / 64 * 64);
-    if (!scratch) {
-      free(items);
-      return -1;
-    }
-  }
-  int64_t work = split ? num_items * max_parts : num_items;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (work > 1 && threads > 1)
-  for (int64_t w = 0; w < work; w++) {
-    int64_t it = split ? w / max_parts : w;
-    int64_t r = items[it][0], h = items[it][1], g0 = items[it][2];
-    int64_t start = query_start[r], qlen = query_start[r + 1] - start, qn = qlen * G;
-    int64_t parts = ((int64_t)seq_lens[r] + PART - 1) / PART;
-    Ctx c = {k_cache, v_cache, block_table + r * max_blocks, num_kv_heads, scale, softcap};
-    const float *qp[LANES];
-    int64_t first[LANES], last[LANES];
-    for (int i = 0; i < LANES; i++) {
-      int64_t g = g0 + i < qn ? g0 + i : qn - 1;
-      qp[i] = q + (start + g / G) * q_row + (h * G + g % G) * q_head;
-      int64_t pos = seq_lens[r] - qlen + g / G;
-      last[i] = causal ? pos : seq_lens[r] - 1;
-      first[i] = window ? pos - window + 1 : 0;
-    }
-    if (split) {
-      int64_t part = w % max_parts;
-      if (part < parts) partial(&c, h, part, qp, first, last, scratch + w * LANES);
-    } else {
-      State total[LANES], st[LANES];
-      for (int64_t part = 0; part < parts; part++) {
-        partial(&c, h, part, qp, first, last, st);
-        for (int i = 0; i < LANES; i++) {
-          if (part == 0) total[i] = st[i];
-          else merge(&total[i], &st[i]);
-        }
-      }
-      for (int i = 0; i < LANES && g0 + i < qn; i++) {
-        int64_t head = h * G + (g0 + i) % G;
-        finish(&total[i], sinks ? sinks + head : NULL,
-               out + ((start + (g0 + i) / G) * num_heads + head) * HEAD_DIM);
-      }
-    }
-  }
-  if (split) {
-    for (int64_t it = 0; it < num_items; it++) {
-      int64_t r = items[it][0], h = items[it][1], g0 = items[it][2];
-      int64_t start = query_start[r], qn = (query_start[r + 1] - start) * G;
-      int64_t parts = ((int64_t)seq_lens[r] + PART - 1) / PART;
-      for (int i = 0; i < LANES && g0 + i < qn; i++) {
-        State total = scratch[(it * max_parts) * LANES + i];
-        for (int64_t part = 1; part < parts; part++)
-          merge(&total, &scratch[(it * max_parts + part) * LANES + i]);
-        int64_t head = h * G + (g0 + i) % G;
-        finish(&total, sinks ? sinks + head : NULL,
-               out + ((start + (g0 + i) / G) * num_heads + head) * HEAD_DIM);
-      }
-    }
-    free(scratch);
-  }
-  free(items);
-  return 0;
+  free(team.scratch);
+  return failed;
 }

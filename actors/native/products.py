@@ -23,4 +23,6 @@ def load() -> ctypes.CDLL | None:
     lib.linear.restype = None
     lib.look_up.argtypes = [_P, _I, _I, _I, _P, _I, _P]
     lib.look_up.restype = ctypes.c_int
+    lib.run_layers.argtypes = [_I, *[_P] * 6, *[_I] * 4, _P, ctypes.c_int]
+    lib.run_layers.restype = ctypes.c_int
     return lib

@@ -21,6 +21,7 @@ from actors.startup.workers import ModelDrafter, build_drafter, measure_memory, 
 from actors.steps.client import InProcessStepClient
 from actors.steps.patience import StepPatience
 from actors.target.runner import TargetRunner
+from actors.threads import ComputeThread, compute_alone
 from actors.verifier.engine import VerifierEngine
 from actors.verifier.limits import EngineLimits
 from parallel.placement import DrafterHome, drafter_seat
@@ -46,6 +47,21 @@ def build_in_process(
             f"tensor_parallel_size={config.parallel.tensor_parallel_size}: each rank is a process; "
             "start a Replica (actors.startup.launch), or set tensor_parallel_size: 1"
         )
+    thread = ComputeThread()
+    try:
+        return thread.run(_build, config, tokenizer, warm_up, at_stage, thread)
+    except BaseException:
+        thread.end()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    tokenizer: Any | None,
+    warm_up: bool,
+    at_stage: Callable[[str], None],
+    thread: ComputeThread,
+) -> VerifierEngine:
     device = resolve_device(config)
     if config.runtime.num_threads:
         torch.set_num_threads(config.runtime.num_threads)
@@ -76,9 +92,11 @@ def build_in_process(
         build_lookup_drafter(config),
         build_acceptance(config),
         StepPatience(config.runtime.step_timeout_s),
+        thread=thread,
     )
 
     def rebuild(generation: int) -> Switch:
+        compute_alone()
         new = build_drafter(config, device, None, target.host)
         new.allocate(sizing.num_blocks)
         if warm_up:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -12,6 +12,7 @@ import torch
 from actors.kvcache.sizing import KVLayers, RankMemory
 from actors.startup.shell import RankFacts, RankRole
 from actors.startup.workers import measure_memory, resolve_device
+from actors.threads import ComputeThread, compute_alone
 from parallel.groups import GroupHost, TPGroup, join_group
 from parallel.topology import RankIdentity, Rendezvous
 from specconfig.engine import EngineConfig
@@ -21,12 +22,21 @@ class RankActor(RankRole):
     """One rank's process. Knows Ray for its node's name and address only."""
 
     role: ClassVar[str]
+    # What may be asked while `loop` runs; everything else runs in the compute thread.
+    beside_loop: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config_json: str, rank: int) -> None:
         logging.basicConfig(level=logging.INFO)
         self._config = EngineConfig.from_json(config_json)
         self._rank = rank
         self._meeting_places: dict[str, GroupHost] = {}  # by address
+        self._compute = ComputeThread()
+
+    def run(self, method: str, *args: Any) -> Any:
+        if method not in self.beside_loop:
+            return self._compute.run(getattr(self, method), *args)
+        compute_alone()
+        return getattr(self, method)(*args)
 
     def identify(self) -> RankIdentity:
         device = resolve_device(self._config)

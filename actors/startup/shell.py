@@ -63,6 +63,10 @@ class RankRole(ABC):
     when the verifier stops or is gone."""
 
     @abstractmethod
+    def run(self, method: str, *args: Any) -> Any:
+        """Result of `method`, run where it belongs."""
+
+    @abstractmethod
     def identify(self) -> RankIdentity:
         """Node and device of this rank."""
 
@@ -128,7 +132,7 @@ class RoleShell:
 
     def call(self, method: str, *args: Any) -> Any:
         """Result of the role's `method`."""
-        return getattr(self._rank, method)(*args)
+        return self._rank.run(method, *args)
 
 
 class Target(RoleShell):

@@ -212,10 +212,14 @@ class StepPlan:
         return sum(e.num_logits for e in self.target)
 
     @property
+    def num_target_rows(self) -> int:
+        """Of the target's forward."""
+        return sum(len(e.token_ids) + e.num_pending_drafts for e in self.target)
+
+    @property
     def num_rows(self) -> int:
         """Of the target's forward and of the drafter's."""
-        rows = sum(len(e.token_ids) + e.num_pending_drafts for e in self.target)
-        return rows + sum(e.num_rows + e.num_drafts for e in self.draft)
+        return self.num_target_rows + sum(e.num_rows + e.num_drafts for e in self.draft)
 
     def pack(self) -> bytes:
         body = [

@@ -94,7 +94,11 @@ class LookupDrafter(ABC):
 
     Deterministic given the tokens. A context is the request's known tokens, prompt and output,
     unverified drafts excluded. All calls but `begin` come from the step's thread, which waits.
+
+    `num_confidence_levels`: how many kinds of proposal it tells apart; see `confidence`.
     """
+
+    num_confidence_levels: int = 1
 
     def begin(self, key: int, prompt_token_ids: Int32Array, scope: str | None) -> None:
         """Request `key` was admitted. Called on the thread of who asks, beside running steps: work
@@ -105,6 +109,12 @@ class LookupDrafter(ABC):
     @abstractmethod
     def propose(self, key: int, token_ids: Int32Array, max_drafts: int) -> Sequence[int]:
         """Up to `max_drafts` (at least 1) draft tokens that continue `token_ids` (int32 [T])."""
+
+    def confidence(self, key: int) -> int:
+        """The level, below `num_confidence_levels`, of what was last proposed for request `key`.
+        Acceptance is counted for each level apart, so proposals that hold alike belong to one;
+        levels need no order, and a drafter that cannot tell has one."""
+        return 0
 
     def observe(self, key: int, token_ids: Int32Array, num_new: int) -> None:
         """The last `num_new` of `token_ids` were committed, in a step with drafts or without."""

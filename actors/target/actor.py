@@ -37,6 +37,7 @@ class TargetActor(RankActor, TargetRole):
     """One target rank, with the drafter that lives in its process, if one does."""
 
     role = "target"
+    beside_loop = frozenset({"rebuild_drafter", "traffic"})
     _loaded: _Loaded
 
     def __init__(self, config_json: str, rank: int) -> None:

@@ -17,6 +17,7 @@ from actors.requests import GenerateRequest, RunOutput
 from actors.stats import EngineStats, Snapshot
 from actors.steps.patience import StepPatience
 from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
+from actors.threads import ComputeThread
 from actors.verifier.admission import admit
 from actors.verifier.detokenize import TokenText
 from actors.verifier.limits import EngineLimits
@@ -64,6 +65,8 @@ class VerifierEngine:
         generation: Of the worker group.
         gang: Data-parallel ranks to agree with on K, or None; closed by `stop`.
         mask_source: Gives the masks of a step's rows once its drafts are known, or None.
+        thread: Where steps run, to the end of it; that of the workers where `client` calls them
+            directly. None: one of its own.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class VerifierEngine:
         generation: int = 0,
         gang: GangMember | None = None,
         mask_source: MaskSource | None = None,
+        thread: ComputeThread | None = None,
     ) -> None:
         self.limits = limits
         self.stats = EngineStats()
@@ -104,8 +108,9 @@ class VerifierEngine:
         self._error: str | None = None
         self._is_busy = False
         self._busy_since = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="paceline-verifier", daemon=True)
-        self._thread.start()
+        self._thread = thread or ComputeThread("paceline-verifier")
+        self._thread.start(self._run)
+        self._thread.end()
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -151,6 +156,18 @@ class VerifierEngine:
             )
         self._check_queue()
 
+    def after_delivery(self, what: Callable[[], None]) -> None:
+        """Have `what` called, on the loop's thread, each time the sinks have the runs of a step.
+        For who gathers them: it must not wait, nor raise."""
+        self._loop.after_delivery = what
+
+    def ended_with(self, out: RunOutput) -> EngineDead | None:
+        """How the engine ended, if that, and nothing of its own, is why a request did with `out`.
+        For a sink."""
+        if out.error is None or not self._is_stopping:
+            return None
+        return (EngineStopped if self._error is None else RequestLost)(out.error)
+
     def abort(self, request_id: str) -> None:
         """End a request, if it is still there; its KV is free within a step."""
         with self._wake:
@@ -175,8 +192,8 @@ class VerifierEngine:
             while not finished:
                 out = await queue.get()
                 finished = out.finish_reason is not None
-                if out.error is not None and self._is_stopping:
-                    raise (EngineStopped if self._error is None else RequestLost)(out.error)
+                if (end := self.ended_with(out)) is not None:
+                    raise end
                 yield out
         finally:
             if not finished:
@@ -251,14 +268,14 @@ class VerifierEngine:
 
     def is_running(self) -> bool:
         """Whether the step loop runs."""
-        return self._thread.is_alive() and not self._is_stopping
+        return self._thread.is_alive and not self._is_stopping
 
     def status(self) -> EngineStatus:
         scheduler = self._loop.scheduler
         pool = scheduler.tables.pool
         since = max(self._loop.last_step_s, self._busy_since)
         return EngineStatus(
-            is_healthy=self._error is None and self._thread.is_alive(),
+            is_healthy=self._error is None and self._thread.is_alive,
             error=self._error,
             draft_lost=self._loop.draft_lost,
             num_running=len(scheduler.running),
@@ -283,7 +300,7 @@ class VerifierEngine:
             self._wake.notify()
         self._thread.join(timeout_s)
         self._client.close()
-        if self._thread.is_alive():
+        if self._thread.is_alive:
             raise TimeoutError(f"the verifier's thread did not end within {timeout_s} s")
 
     # --- the loop's thread ------------------------------------------------------------------
@@ -295,7 +312,7 @@ class VerifierEngine:
     def _run(self) -> None:
         try:
             while self._obey():
-                if self._loop.step():
+                if self._loop.step() or self._loop.calibrate():
                     continue
                 self._go_idle()
             self._close("the engine was stopped")

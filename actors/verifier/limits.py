@@ -15,7 +15,8 @@ class EngineLimits:
 
     `num_blocks` includes the padding block 0. `max_num_queued_requests` counts requests beyond
     free seats; None: no limit. `num_speculative_tokens_for_batch` maps the number of requests
-    scheduled in a step to K. `law`: of the drafter; without speculation any, K is 0. `seed`: base
+    scheduled in a step to K. `follows_goodput`: each request then gets as many of these as pay.
+    `law`: of the drafter; without speculation any, K is 0. `seed`: base
     of the seeds of requests that bring none; None: fresh ones.
     """
 
@@ -32,6 +33,7 @@ class EngineLimits:
     max_logprobs: int = 20
     num_speculative_tokens: int = 0
     num_speculative_tokens_for_batch: Callable[[int], int] = lambda _num_reqs: 0
+    follows_goodput: bool = False
     law: DraftLaw = field(default_factory=DraftLaw)
     seed: int | None = None
 
@@ -65,6 +67,7 @@ class EngineLimits:
             max_logprobs=cfg.runtime.max_logprobs,
             num_speculative_tokens=cfg.num_speculative_tokens,
             num_speculative_tokens_for_batch=cfg.num_speculative_tokens_for_batch,
+            follows_goodput=cfg.follows_goodput,
             law=cfg.draft_law or DraftLaw(),
             seed=cfg.runtime.seed,
         )

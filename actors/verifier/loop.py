@@ -28,12 +28,17 @@ from actors.steps.messages import (
 )
 from actors.steps.patience import StepPatience
 from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
+from actors.verifier.calibration import Calibration
 from actors.verifier.drafts import legal_prefix
 from actors.verifier.finish import decode_run, end_run
+from actors.verifier.goodput import Goodput
 from actors.verifier.limits import EngineLimits
 from actors.verifier.request import Request, RequestStatus
 from actors.verifier.scheduler import ScheduledRequest, ScheduledStep, Scheduler
 from parallel.gang.member import GangMember
+
+# What K is chosen by is shown in the statistics every so many steps.
+_REPORT_INTERVAL = 16
 
 
 @dataclass(slots=True)
@@ -84,13 +89,16 @@ class StepLoop:
         self._client = client
         self._drafter = drafter
         self.stats = stats if stats is not None else EngineStats()
-        self.scheduler = Scheduler(limits, self.stats)
+        self._goodput = _goodput(limits, drafter)
+        self._calibration = None if self._goodput is None else Calibration(limits)
+        self.scheduler = Scheduler(limits, self.stats, self._goodput)
         self._accept = accept if accept is not None else ExactMatch()
         self._mask_source = mask_source
         self._patience = patience if patience is not None else StepPatience()
         self._generation = generation
         self._gang = gang
         self._outbox: list[_Emission] = []
+        self.after_delivery: Callable[[], None] = lambda: None
         self.draft_lost: str | None = None
         self.last_step_s = time.monotonic()
         self.limit_s = self._patience.limit_s(1)  # of the step in flight, or of the last one
@@ -117,6 +125,7 @@ class StepLoop:
         Raises:
             EngineDead: the step was lost. Requests in flight are the caller's to `fail_all`.
         """
+        began = time.monotonic()
         is_counted_on = False  # by other ranks, for a forward of this one
         if self._gang is not None and self.scheduler.has_work:
             self._agree(self._gang)
@@ -124,7 +133,7 @@ class StepLoop:
         step = self.scheduler.schedule(self._generation)
         if step is None:
             if is_counted_on:
-                self._run_dummy()
+                self._run_lockstep_dummy()
             self.deliver()
             return False
         started = time.monotonic()
@@ -141,6 +150,25 @@ class StepLoop:
         self.stats.forward_time_s.observe(result.forward_ms / 1e3)
         if step.plan.draft:
             self.stats.draft_time_s.observe(result.draft_ms / 1e3)
+        if self._goodput is not None:
+            self._observe_goodput(self._goodput, step, self.last_step_s - began, result)
+        return True
+
+    def calibrate(self) -> bool:
+        """Run one step without requests to measure what a step costs, if that is still to be done.
+        False: it is not. Only while no request is there: their slots and steps come first."""
+        if self._calibration is None or self.scheduler.has_work:
+            return False
+        assert self._goodput is not None
+        num_rows = self._calibration.next_rows()
+        if num_rows is None:
+            self._goodput.cost.seed(self._calibration.seconds)
+            self._calibration = None
+            self._goodput.report(self.stats)
+            return False
+        started = time.monotonic()
+        self._run_dummy(num_rows, self._limits.num_speculative_tokens + 1)
+        self._calibration.observe(num_rows, time.monotonic() - started)
         return True
 
     def abort(self, request: Request, error: str | None = None) -> None:
@@ -170,7 +198,7 @@ class StepLoop:
         turn = gang.next_turn(self.scheduler.next_batch(), self._longest_s)
         while turn is not None and turn.is_dummy:
             # Decided before this rank had work: the others count on its forwards.
-            self._run_dummy()
+            self._run_lockstep_dummy()
             started = time.monotonic()
             turn = gang.next_turn(self.scheduler.next_batch(), self._longest_s)
         if turn is None:
@@ -188,13 +216,15 @@ class StepLoop:
         """Lockstep without work: run the dummy step that the other ranks need, if one comes."""
         assert self._gang is not None
         if self._gang.wait_idle(timeout_s) is not None:
-            self._run_dummy()
+            self._run_lockstep_dummy()
 
-    def _run_dummy(self) -> None:
-        plan = self.scheduler.dummy_plan(self._generation)
-        self._send(plan)
-        self._client.recv(self.limit_s)
+    def _run_lockstep_dummy(self) -> None:
+        self._run_dummy()
         self.stats.num_dp_dummy_steps += 1
+
+    def _run_dummy(self, num_rows: int = 1, most_rows: int = 1) -> None:
+        self._send(self.scheduler.dummy_plan(self._generation, num_rows, most_rows))
+        self._client.recv(self.limit_s)
 
     @property
     def _is_lockstep(self) -> bool:
@@ -210,6 +240,15 @@ class StepLoop:
         limit_s = self._longest_s if self._is_lockstep else self._patience.limit_s(plan.num_rows)
         self.limit_s = limit_s
         self._client.send(replace(plan, limit_s=limit_s))
+
+    def _observe_goodput(
+        self, goodput: Goodput, step: ScheduledStep, seconds: float, result: RowStats
+    ) -> None:
+        if step.has_decoding_only:
+            longest = max(part.num_drafts for part in step.scheduled)
+            goodput.observe_step(step.plan.num_target_rows, seconds, longest, result.draft_ms / 1e3)
+        if self.stats.num_steps % _REPORT_INTERVAL == 0:
+            goodput.report(self.stats)
 
     # --- result of a step -------------------------------------------------------------------
 
@@ -321,6 +360,12 @@ class StepLoop:
         request.counts.observe(num_drafts, num_kept_drafts)
         self.stats.num_output_tokens += len(kept)
         self.stats.observe_drafts(num_drafts, num_kept_drafts)
+        if part.is_decoding:
+            self.stats.observe_k(num_drafts)
+            if self._goodput is not None:
+                drafts = request.drafts
+                self.stats.num_unsent_draft_tokens += max(len(drafts) - num_drafts, 0)
+                self._goodput.observe_run(request.rates, drafts, num_drafts, num_accepted, run)
         self.scheduler.commit(part, num_accepted, num_drafts)
         if end.finish_reason is not None:
             self._leave(request)
@@ -351,6 +396,9 @@ class StepLoop:
             request.drafts = legal_prefix(drafts, k, self._limits.vocab_size)
             if len(request.drafts) < min(len(drafts), k):
                 self.stats.num_drafter_failures += 1
+            if self._goodput is not None:
+                level = self._drafter.confidence(request.number)
+                request.rates.level = min(max(level, 0), self._drafter.num_confidence_levels - 1)
         except Exception:
             self.stats.num_drafter_failures += 1
             request.drop_drafts()
@@ -374,8 +422,12 @@ class StepLoop:
 
     def deliver(self) -> None:
         """Decode what is committed and hand it to the sinks."""
-        if not self._outbox:
-            return
+        if self._outbox:
+            while self._outbox:
+                self._hand_out()
+            self.after_delivery()
+
+    def _hand_out(self) -> None:
         outbox, self._outbox = self._outbox, []
         now = time.monotonic()
         for emission in outbox:
@@ -392,8 +444,6 @@ class StepLoop:
                         self.abort(request, message)
                     elif emission.finish_reason is not None:
                         self._outbox.append(_closing(request, message))
-        if self._outbox:
-            self.deliver()
 
     def _observe_latency(self, request: Request, emission: _Emission, now: float) -> None:
         num_tokens = len(emission.token_ids)
@@ -407,6 +457,17 @@ class StepLoop:
             request.last_token_s = now
         if emission.finish_reason is not None:
             self.stats.request_latency_s.observe(now - request.arrival_s)
+
+
+def _goodput(limits: EngineLimits, drafter: LookupDrafter | None) -> Goodput | None:
+    if not limits.follows_goodput:
+        return None
+    return Goodput(
+        limits.num_speculative_tokens,
+        1 if drafter is None else drafter.num_confidence_levels,
+        drafts_in_step=limits.law.arrives_in_step,
+        always_feeds=limits.law.reads_target_states,
+    )
 
 
 def _closing(request: Request, error: str | None) -> _Emission:

@@ -11,6 +11,7 @@ from actors.kvcache.block_table import BlockTable
 from actors.kvcache.prefix_index import BlockHash
 from actors.requests import GenerateRequest, RunOutput, SpeculationStats, drawn_seed
 from actors.steps.messages import Int32Array, SlotParams, token_array
+from actors.verifier.acceptance_rates import RequestRates
 from actors.verifier.detokenize import TextStream
 from actors.verifier.finish import FinishRules
 
@@ -75,7 +76,8 @@ class Request:
     `number` orders requests by arrival and is the key of drafter state. `num_computed_tokens` is
     the number of leading positions with valid target KV, `draft_len` that with final entries of a
     drafter that keeps KV; the newest token has neither. `drafts` are unverified and never part of
-    `token_ids`.
+    `token_ids`. `num_wanted_drafts`: as many as pay in the next step, by what `rates` says of them;
+    both are used only where K follows goodput.
     """
 
     __slots__ = (
@@ -90,9 +92,11 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_tokens",
+        "num_wanted_drafts",
         "number",
         "params",
         "prompt_len",
+        "rates",
         "rules",
         "seed",
         "sink",
@@ -133,6 +137,8 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         self.num_cached_tokens: int | None = None  # prefix hit of the first admission
         self.counts = SpeculationCounts()
+        self.rates = RequestRates()
+        self.num_wanted_drafts = 0
         self.arrival_s = arrival_s
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
@@ -157,6 +163,11 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Known tokens without target KV: 1 while decoding, more before a prefill is done."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next step is for the newest output token alone, and drafts after it."""
+        return self.num_pending_tokens == 1 and self.num_output_tokens > 0
 
     @property
     def speculates(self) -> bool:

@@ -23,6 +23,7 @@ from actors.steps.messages import (
     StepPlan,
     TargetEntry,
 )
+from actors.verifier.goodput import Goodput
 from actors.verifier.limits import EngineLimits
 from actors.verifier.request import NO_DRAFTS, Request, RequestStatus
 
@@ -39,7 +40,8 @@ class ScheduledRequest:
     `end`: known tokens below this position are in the step. `num_known`: tokens known when it was
     planned. `num_drafts`: drafts asked, in the plan or pending. `draft_end`: the drafter has an
     entry for every position below it once the plan's draft entry has been fed; None: nothing is
-    fed. `has_logits`: the rows reach the newest known token. `drafts`: those in the plan; kept
+    fed. `has_logits`: the rows reach the newest known token. `is_decoding`: they are the newest
+    output token's alone, and its drafts'. `drafts`: those in the plan; kept
     here because the request may be ended while the step is in flight.
     """
 
@@ -47,6 +49,7 @@ class ScheduledRequest:
     end: int
     num_known: int
     has_logits: bool
+    is_decoding: bool
     num_drafts: int = 0
     draft_end: int | None = None
     drafts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
@@ -59,6 +62,11 @@ class ScheduledStep:
     plan: StepPlan
     scheduled: list[ScheduledRequest]
 
+    @property
+    def has_decoding_only(self) -> bool:
+        """No prompt, or part of one, is in it."""
+        return all(part.is_decoding for part in self.scheduled)
+
 
 @dataclass(slots=True)
 class _Budget:
@@ -69,9 +77,16 @@ class _Budget:
 
 
 class Scheduler:
-    """Owns the queues, the slots and, through `tables`, the KV blocks."""
+    """Owns the queues, the slots and, through `tables`, the KV blocks.
 
-    def __init__(self, limits: EngineLimits, stats: EngineStats) -> None:
+    `goodput`: chooses K of each request, within what batch and server allow; None: they decide.
+    """
+
+    def __init__(
+        self, limits: EngineLimits, stats: EngineStats, goodput: Goodput | None = None
+    ) -> None:
+        self._goodput = goodput
+        self._most_wanted = limits.num_speculative_tokens
         self._limits = limits
         self._law = limits.law
         self._stats = stats
@@ -198,6 +213,39 @@ class Scheduler:
         batch = max(self.next_batch(), self.group_batch)
         return self._limits.num_speculative_tokens_for_batch(batch)
 
+    def _choose_drafts(self, num_for_batch: int) -> int:
+        """Choose K of each request that decodes next; the most that any of them gets."""
+        if self._goodput is None:
+            return num_for_batch
+        decoding: list[Request] = []
+        caps: list[int] = []
+        num_rows = 0
+        for request in self.running:
+            num_rows += request.num_pending_tokens
+            if request.is_decoding:
+                decoding.append(request)
+                caps.append(self._num_possible(request, num_for_batch))
+        num_rows = min(num_rows, self._limits.max_num_batched_tokens)
+        chosen = self._goodput.choose([request.rates for request in decoding], caps, num_rows)
+        for request, k in zip(decoding, chosen, strict=True):
+            request.num_wanted_drafts = k
+        if any(caps):
+            self._most_wanted = max(chosen)
+        # Before the first decides, its prompt is fed to the drafter if drafts paid of late.
+        return min(self._most_wanted, num_for_batch)
+
+    def _num_possible(self, request: Request, num_for_batch: int) -> int:
+        """The most drafts that a request could have in the next step."""
+        if not self._law.arrives_in_step:
+            return min(self.num_drafts_allowed(request, num_for_batch), len(request.drafts))
+        return self.num_drafts_allowed(request, num_for_batch) if self.has_drafter else 0
+
+    def _num_wanted(self, request: Request, num_for_batch: int) -> int:
+        """Drafts of a decoding request, if there is room for them."""
+        if self._goodput is not None:
+            return request.num_wanted_drafts
+        return self._num_possible(request, num_for_batch)
+
     # --- one step ---------------------------------------------------------------------------
 
     def schedule(self, generation: int = 0) -> ScheduledStep | None:
@@ -205,7 +253,8 @@ class Scheduler:
         if not (self.running or self.waiting):
             return None
         num_for_batch = self.num_drafts_for_batch()
-        budget = _Budget(self._limits.max_num_batched_tokens, self._num_draft_rows(num_for_batch))
+        num_draft_rows = self._num_draft_rows(self._choose_drafts(num_for_batch))
+        budget = _Budget(self._limits.max_num_batched_tokens, num_draft_rows)
         scheduled: list[ScheduledRequest] = []
         num_preempted = 0
         i = 0
@@ -232,21 +281,30 @@ class Scheduler:
         self._num_unfed_steps = 0 if plan.draft else self._num_unfed_steps + 1
         return ScheduledStep(plan, scheduled)
 
-    def dummy_plan(self, generation: int = 0) -> StepPlan:
+    def dummy_plan(self, generation: int = 0, num_rows: int = 1, most_rows: int = 1) -> StepPlan:
         """A step without requests that has the one target forward of every step.
 
-        For a rank without work whose experts serve the others. It runs on the padding block in a
-        free slot; the next admission to that slot replaces both.
+        For a rank without work whose experts serve the others, and to measure what `num_rows` of
+        drafting requests cost, of `most_rows` each. It runs on the padding block in free slots;
+        the next admission to such a slot replaces both.
         """
-        slot = self._free_slots[-1]
-        zero = np.zeros(1, dtype=np.int32)
+        sizes = [most_rows] * (num_rows // most_rows)
+        if num_rows % most_rows:
+            sizes.append(num_rows % most_rows)
+        entries: list[TargetEntry] = []
+        blocks: list[BlockDelta] = []
+        for slot, size in zip(reversed(self._free_slots), sizes, strict=False):
+            rows = np.zeros(size, dtype=np.int32)
+            entries.append(TargetEntry(slot, 0, rows, size - 1, 0, size))
+            num_blocks = -(-size // self._limits.block_size)
+            blocks.append(BlockDelta(slot, 0, np.zeros(num_blocks, dtype=np.int32)))
         self._step += 1
         return StepPlan(
             generation,
             self._step,
-            (SlotParams(slot=slot, prompt_len=1, seed=0),),
-            (BlockDelta(slot, 0, zero),),
-            (TargetEntry(slot, 0, zero, 0, 0, 1),),
+            tuple(SlotParams(slot=entry.slot, prompt_len=1, seed=0) for entry in entries),
+            tuple(blocks),
+            tuple(entries),
             draft_generation=self.draft_generation,
         )
 
@@ -259,16 +317,16 @@ class Scheduler:
         num_new = min(request.num_pending_tokens, max(spare, 1))
         end = start + num_new
         part = ScheduledRequest(
-            request, end, request.num_tokens, has_logits=end == request.num_tokens
+            request,
+            end,
+            request.num_tokens,
+            has_logits=end == request.num_tokens,
+            is_decoding=request.is_decoding,
         )
         k = 0
-        if num_new == request.num_pending_tokens == 1 and request.num_output_tokens > 0:
-            k = min(self.num_drafts_allowed(request, num_for_batch), spare - 1)
-        if not self._law.arrives_in_step:
-            k = min(k, len(request.drafts))
-        elif not self.has_drafter:
-            k = 0
-        elif self._law.keeps_kv:
+        if part.is_decoding:
+            k = min(self._num_wanted(request, num_for_batch), spare - 1)
+        if self.has_drafter and self._law.keeps_kv:
             k = self._feed_drafter(part, k, budget)
         part.num_drafts = max(k, 0)
 

@@ -77,6 +77,12 @@ class Answer(ABC):
                 )  # fmt: skip
         return made
 
+    def is_text_alone(self, output: RunOutput) -> bool:
+        """Whether a run makes one chunk, of which its text is all that is its own."""
+        shows_more = self._return_token_ids or self._continuous_usage
+        is_plain = output.logprobs is None and output.finish_reason is None
+        return bool(output.text) and is_plain and not shows_more
+
     def whole(self, outputs: Sequence[RunOutput]) -> Json:
         """The answer of all runs at once."""
         merged = merge(outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -21,12 +22,40 @@ KEEPALIVE: Final = ": keep-alive\n\n"
 _LINE_ENDS: Final = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 
 
+_to_json: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_MARK: Final = "\0text\0"
+
+
 def event(payload: dict[str, Any]) -> str:
     """One server-sent event, one line of it whatever a client takes for a line's end."""
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {_one_line(payload)}\n\n"
+
+
+def _one_line(value: dict[str, Any] | str) -> str:
+    text = _to_json(value)
     for char, escape in _LINE_ENDS:
         text = text.replace(char, escape)
-    return f"data: {text}\n\n"
+    return text
+
+
+class Written:
+    """Chunks of an answer as events. Most differ in their text alone: what is around it is written
+    once."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._around: tuple[str, str] | None = None
+
+    def __call__(self, run: RunOutput) -> str:
+        """The events of a run's chunks."""
+        if not self._answer.is_text_alone(run):
+            return "".join(map(event, self._answer.chunks(run)))
+        if self._around is None:
+            (chunk,) = self._answer.chunks(dataclasses.replace(run, text=_MARK))
+            before, _, after = event(chunk).partition(_to_json(_MARK))
+            self._around = before, after
+        before, after = self._around
+        return f"{before}{_one_line(run.text)}{after}"
 
 
 async def events(
@@ -48,8 +77,9 @@ async def events(
     """
     try:
         async with aclosing(with_pauses(rest, keepalive_s)) as runs:
-            if opening := [*answer.opening(), *answer.chunks(first)]:
-                yield "".join(map(event, opening))
+            written = Written(answer)
+            if opening := "".join(map(event, answer.opening())) + written(first):
+                yield opening
             has_begun = bool(first.token_ids)
             held: list[RunOutput] = []
             async for run in runs:
@@ -59,7 +89,7 @@ async def events(
                 held.append(run)
                 num_tokens = sum(len(r.token_ids) for r in held)
                 if not has_begun or run.finish_reason is not None or num_tokens >= least_tokens:
-                    yield "".join(map(event, answer.chunks(merge(held))))
+                    yield written(merge(held))
                     has_begun, held = True, []
         yield DONE
     except Exception as error:
@@ -69,20 +99,33 @@ async def events(
 async def with_pauses(items: AsyncGenerator[T], pause_s: float | None) -> AsyncGenerator[T | None]:
     """`items`, and None after each `pause_s` seconds without one. Closes `items`."""
     async with aclosing(items):
-        while True:
-            # A task: what waits inside `items` must go on waiting when the pause is over.
-            coming = asyncio.ensure_future(anext(items, _END))
+        if pause_s is None:
+            async for item in items:
+                yield item
+            return
+        arrived: asyncio.Queue[T | None] = asyncio.Queue()  # None: no more
+
+        async def take() -> None:
             try:
-                while not (await asyncio.wait({coming}, timeout=pause_s))[0]:
-                    yield None
+                async for item in items:
+                    arrived.put_nowait(item)
             finally:
-                if not coming.done():
-                    coming.cancel()
-                    await asyncio.gather(coming, return_exceptions=True)
-            item = coming.result()
-            if item is _END:
-                return
-            yield item  # type: ignore[misc]
+                arrived.put_nowait(None)
 
-
-_END: Final = object()
+        # A task: what waits inside `items` must go on waiting when a pause is over.
+        taking = asyncio.ensure_future(take())
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(pause_s):
+                        come = await arrived.get()
+                except TimeoutError:
+                    yield None
+                    continue
+                if come is None:
+                    break
+                yield come
+            await taking
+        finally:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)

@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ _HELLO_KIND = 0
 _HELLO = struct.Struct("<Ii16s")
 _PACKET_BYTES = HEADER.size + MAX_BODY_BYTES
 _CONNECT_PAUSE_S = 0.02
+Unsent = deque[bytes | memoryview]
 
 # For a worker that was just started to connect, and for who started it to wait.
 CONNECT_TIMEOUT_S = 60.0
@@ -81,6 +83,7 @@ class FrameSocket:
         self._sock: socket.socket | None = sock
         self._fd = sock.fileno()
         self._assembler = FrameAssembler()
+        self._unsent: Unsent = deque()
         self.generation = generation
 
     @classmethod
@@ -126,24 +129,36 @@ class FrameSocket:
         Raises:
             ConnectionLost, TransportTimeout.
         """
-        sock = self._alive()
+        left = self._cut(kind, step, body)
+        size = _size(left)
         deadline: float | None = None
-        for index, packet in enumerate(packets(kind, step, self.generation or 0, body)):
-            while True:
-                try:
-                    sock.send(packet)
-                    break
-                except BlockingIOError:
-                    if deadline is None:
-                        deadline = time.monotonic() + timeout_s
-                    try:
-                        self._wait(select.POLLOUT, deadline, "send")
-                    except TransportTimeout:
-                        if index:
-                            self.close()  # half a body is out: nothing sensible can follow
-                        raise
-                except OSError as error:
-                    raise ConnectionLost(f"send: {error}") from None
+        while not self._push(left):
+            if deadline is None:
+                deadline = time.monotonic() + timeout_s
+            try:
+                self._wait(select.POLLOUT, deadline, "send")
+            except TransportTimeout:
+                if _size(left) < size:
+                    self.close()  # half a frame is out: nothing sensible can follow
+                raise
+
+    def send_soon(self, kind: int, step: int, body: bytes) -> None:
+        """Queue one frame behind those that are not out yet; `flush` sends. A connection has
+        either `send` or these two."""
+        self._unsent += self._cut(kind, step, body)
+
+    def flush(self) -> bool:
+        """Send what the kernel takes now of the frames queued. True: all of it is out.
+
+        Raises:
+            ConnectionLost.
+        """
+        return self._push(self._unsent)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What `flush` has left."""
+        return _size(self._unsent)
 
     def recv(self, timeout_s: float) -> Frame:
         """The next frame of this generation.
@@ -179,6 +194,26 @@ class FrameSocket:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+
+    def _cut(self, kind: int, step: int, body: bytes) -> Unsent:
+        """A frame as what is sent at once."""
+        return deque(packets(kind, step, self.generation or 0, body))
+
+    def _push(self, left: Unsent) -> bool:
+        """Send of `left` what the kernel takes now; what is out is removed. True: all of it."""
+        sock = self._alive()
+        try:
+            while left:
+                num_bytes = sock.send(left[0])
+                if num_bytes < len(left[0]):
+                    left[0] = memoryview(left[0])[num_bytes:]
+                else:
+                    left.popleft()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ConnectionLost(f"send: {error}") from None
+        return True
 
     def _alive(self) -> socket.socket:
         if self._sock is None:
@@ -257,6 +292,11 @@ class FrameListener:
             pid, rank, role = _HELLO.unpack(frame.body)
             return connection, Hello(role.rstrip(b"\0").decode(), rank, frame.generation, pid)
 
+    def fileno(self) -> int:
+        """Readable when somebody connects. The listener must be open."""
+        assert self._sock is not None
+        return self._sock.fileno()
+
     def close(self) -> None:
         """Idempotent; removes the socket file."""
         if self._sock is not None:
@@ -273,3 +313,7 @@ def wait_any(connections: list[FrameSocket], timeout_s: float) -> list[FrameSock
         by_fd[connection.fileno()] = connection
         poller.register(connection.fileno(), select.POLLIN)
     return [by_fd[fd] for fd, _ in poller.poll(max(timeout_s, 0.0) * 1e3)]
+
+
+def _size(left: Unsent) -> int:
+    return sum(map(len, left))

@@ -11,10 +11,10 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-import select
 import socket
 import struct
 import time
+from collections import deque
 from typing import NamedTuple
 
 from parallel.transport.frames import (
@@ -25,7 +25,7 @@ from parallel.transport.frames import (
     TransportError,
     TransportTimeout,
 )
-from parallel.transport.socket import FrameSocket, Hello
+from parallel.transport.socket import FrameSocket, Hello, Unsent
 
 logger = logging.getLogger(__name__)
 
@@ -123,26 +123,9 @@ class TcpFrameSocket(FrameSocket):
         connection._max_body = _MAX_BODY_BYTES
         return connection
 
-    def send(self, kind: int, step: int, body: bytes, timeout_s: float) -> None:
-        """Send one frame whole. A frame cut by the deadline closes the connection."""
-        sock = self._alive()
-        packet = HEADER.pack(MAGIC, self.generation or 0, step, kind, 0, len(body)) + body
-        view = memoryview(packet)
-        deadline: float | None = None
-        while view:
-            try:
-                view = view[sock.send(view) :]
-            except BlockingIOError:
-                if deadline is None:
-                    deadline = time.monotonic() + timeout_s
-                try:
-                    self._wait(select.POLLOUT, deadline, "send")
-                except TransportTimeout:
-                    if len(view) < len(packet):
-                        self.close()
-                    raise
-            except OSError as error:
-                raise ConnectionLost(f"send: {error}") from None
+    def _cut(self, kind: int, step: int, body: bytes) -> Unsent:
+        header = HEADER.pack(MAGIC, self.generation or 0, step, kind, 0, len(body))
+        return deque((header + body,))
 
     def try_recv(self) -> Frame | None:
         """The next frame if it is there whole; a part of one is kept."""
@@ -237,6 +220,11 @@ class TcpFrameListener:
         connection.send(_HELLO_KIND, 0, answer, _HANDSHAKE_S)
         connection._max_body = _MAX_BODY_BYTES
         return Hello(name.rstrip(b"\0").decode(errors="replace"), rank, frame.generation, pid)
+
+    def fileno(self) -> int:
+        """Readable when somebody connects. The listener must be open."""
+        assert self._sock is not None
+        return self._sock.fileno()
 
     def close(self) -> None:
         """Idempotent."""

@@ -244,9 +244,9 @@ def _values(
 
 
 READ = (
-    "num_speculative_tokens", "num_lookahead_tokens", "max_model_len", "draft_max_model_len",
-    "max_num_active_seqs", "drafter_host", "drafter_implementation", "draft_placement",
-    "draft_has_own_kv", "uses_last_hidden_state", "aux_hidden_state_layer_ids",
+    "num_speculative_tokens", "follows_goodput", "num_lookahead_tokens", "max_model_len",
+    "draft_max_model_len", "max_num_active_seqs", "drafter_host", "drafter_implementation",
+    "draft_placement", "draft_has_own_kv", "uses_last_hidden_state", "aux_hidden_state_layer_ids",
     "acceptance_implementation", "acceptance_options", "is_lossless",
 )  # fmt: skip
 """Properties of ``EngineConfig`` that code outside the configuration reads."""

@@ -17,6 +17,7 @@ _PATH_FIELDS = (
     "speculative_config.draft_model_config.max_position_embeddings",
     "speculative_config.num_speculative_tokens",
     "speculative_config.num_speculative_tokens_per_batch_size",
+    "speculative_config.num_speculative_tokens_schedule",
     "speculative_config.draft_lm_head_quantization",
     "speculative_config.draft_tensor_parallel_size", "speculative_config.draft_parallel_config",
     "placement", "num_hash_lookahead_tokens", "max_model_len", "max_num_active_seqs",

@@ -6,6 +6,7 @@ import itertools
 import math
 
 from specconfig.acceptance import BUILTIN, acceptance_method, is_custom
+from specconfig.decisions import Source
 from specconfig.errors import ConfigError
 from specconfig.method_names import CONFIG_BY_METHOD
 from specconfig.registry import load_class
@@ -28,6 +29,7 @@ def settle(res: Resolution, cls: type[SpeculatorConfig]) -> None:
     _heterogeneous_vocab(res, cls)
     _adaptive(res, cls)
     _dynamic_k(res, cls)
+    _schedule(res, cls)
     _hash_settings(res, cls)
     read_checkpoint_values(res, cls.uses_aux_hidden_states)
     cls.check(res)
@@ -305,6 +307,37 @@ def _dynamic_k(res: Resolution, cls: type[SpeculatorConfig]) -> None:
     res.values[name] = None
     res.log.note(field, None, "fallback", f"static K: {reason}")
     res.log.warn(f"{field} is not used: {reason}")
+
+
+def _schedule(res: Resolution, cls: type[SpeculatorConfig]) -> None:
+    """Whether K follows goodput, and who decided it."""
+    field = f"{_P}.num_speculative_tokens_schedule"
+    wanted, degree = res.values["num_speculative_tokens_schedule"], res.parallel.data_parallel_size
+    follows = "each request and step gets the drafts that pay, up to K"
+    obstacle = None
+    if not cls.proposes_draft_tokens:
+        obstacle = f"{cls.variant} proposes no tokens"
+    elif degree > 1:
+        obstacle = f"data_parallel_size={degree}: replicas use the same K, and measure differently"
+
+    def settle_on(value: str, source: Source, reason: str) -> None:
+        res.values["num_speculative_tokens_schedule"] = value
+        res.log.note(field, value, source, reason)
+
+    if wanted == "constant":
+        settle_on("constant", "given", "K does not follow what drafts gain and cost")
+    elif obstacle is not None:
+        settle_on("constant", "fallback", obstacle)
+        if wanted is not None:
+            res.log.warn(f"{field}={wanted!r} is not used: {obstacle}")
+    elif wanted is not None:
+        settle_on(wanted, "given", follows)
+    elif res.values["num_speculative_tokens_per_batch_size"] is not None:
+        settle_on("constant", "inferred", "the table of batch sizes decides")
+    elif not res.acceptance.is_lossless:
+        settle_on("constant", "inferred", "under a lossy rule the tokens depend on K")
+    else:
+        settle_on("goodput", "default", follows)
 
 
 def _hash_settings(res: Resolution, cls: type[SpeculatorConfig]) -> None:

@@ -20,6 +20,7 @@ from actors.startup.in_process import build_in_process
 from actors.startup.preflight import load_tokenizer
 from actors.verifier.engine import VerifierEngine
 from specconfig import EngineArgs
+from tests.tiny import CONSTANT_K
 
 pytestmark = pytest.mark.model
 
@@ -107,7 +108,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def build(demo_dir: Path, spec: dict[str, Any], **kw: Any) -> VerifierEngine:
     args = EngineArgs(
-        model=str(demo_dir), dtype="float32", device="cpu", speculative_config=spec, **kw
+        model=str(demo_dir),
+        dtype="float32",
+        device="cpu",
+        speculative_config={**CONSTANT_K, **spec},
+        **kw,
     )
     return build_in_process(args.resolve(), warm_up=False)
 

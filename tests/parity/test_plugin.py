@@ -13,7 +13,7 @@ from actors.requests import GenerateRequest, RunOutput
 from actors.startup.in_process import build_in_process
 from specconfig import acceptance, registry
 from specconfig.engine_args import EngineArgs
-from tests.tiny import write_tiny_model
+from tests.tiny import CONSTANT_K, write_tiny_model
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
 
@@ -67,7 +67,7 @@ def test_methods_from_outside_the_package_change_speed_never_output(
 ) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     plain, _ = outputs(model, None)
-    given = {"method": "toy_states", "num_speculative_tokens": 3}
+    given = {"method": "toy_states", "num_speculative_tokens": 3, **CONSTANT_K}
     exact, stats = outputs(model, given)
     half, slower = outputs(model, {**given, "rejection_sample_method": "toy_half"})
     assert tokens(plain) == tokens(exact) == tokens(half)

@@ -10,7 +10,7 @@ import pytest
 from actors.startup.in_process import build_in_process
 from specconfig import EngineArgs
 from tests.sampling_fields import check_every_field
-from tests.tiny import byte_tokenizer, write_tiny_model
+from tests.tiny import CONSTANT_K, byte_tokenizer, write_tiny_model
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -23,8 +23,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def answers(target: Path, spec: dict[str, Any] | None, k: int, plain: Any = None) -> Any:
     config = EngineArgs(
-        model=str(target), speculative_config=spec, max_model_len=128, max_num_seqs=4,
-        dtype="float32", device="cpu", compile_layers="off",
+        model=str(target), speculative_config=spec and {**CONSTANT_K, **spec}, max_model_len=128,
+        max_num_seqs=4, dtype="float32", device="cpu", compile_layers="off",
     ).resolve()  # fmt: skip
     engine = build_in_process(config, tokenizer=byte_tokenizer(), warm_up=False)
     try:

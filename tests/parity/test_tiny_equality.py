@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ from actors.errors import PromptTooLong
 from actors.requests import GenerateRequest, RunOutput
 from actors.startup.in_process import build_in_process
 from actors.verifier.engine import VerifierEngine
+from actors.verifier.goodput import Goodput
 from specconfig import EngineArgs
-from tests.tiny import byte_tokenizer, write_tiny_model
+from tests.tiny import CONSTANT_K, byte_tokenizer, write_tiny_model
 
 MAX_LEN = 160
 
@@ -54,8 +56,10 @@ def prompts() -> list[list[int]]:
 def engine(models: tuple[Path, Path], spec: dict[str, Any] | None, **kw: Any) -> VerifierEngine:
     target, draft = models
     names = {"target": str(target), "draft": str(draft)}
+    if spec is not None:
+        spec = {**CONSTANT_K, **spec}
     if spec is not None and spec.get("model") in names:
-        spec = {**spec, "model": names[spec["model"]]}
+        spec["model"] = names[spec["model"]]
     args = {"max_model_len": MAX_LEN, "max_num_seqs": 8, "dtype": "float32", "device": "cpu", **kw}
     config = EngineArgs(model=str(target), speculative_config=spec, **args).resolve()
     return build_in_process(config, tokenizer=byte_tokenizer(), warm_up=False)
@@ -160,6 +164,7 @@ def test_plain_greedy_equals_generate(
 
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+GOODPUT = {"num_speculative_tokens_schedule": "goodput"}
 COPY = {"model": "target"}
 OTHER = {"model": "draft"}
 
@@ -183,6 +188,38 @@ def test_same_bits_for_every_k_and_drafter(
         status = eng.status()
         assert status.num_free_blocks + status.num_cached_blocks == status.num_blocks
         assert status.num_running == status.num_waiting == 0
+    finally:
+        eng.stop()
+
+
+@pytest.mark.parametrize("spec", [NGRAM, OTHER], ids=["ngram", "other"])
+def test_k_that_follows_goodput_changes_no_bit(
+    models: tuple[Path, Path],
+    plain: dict[str, list[Result]],
+    spec: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With made-up costs of rows, so that what is chosen does not depend on the machine."""
+    observe = Goodput.observe_step
+
+    def dear(self: Goodput, num_rows: int, seconds: float, longest: int, drafting_s: float) -> None:
+        observe(self, num_rows, 1 + 0.1 * num_rows, longest, 0.0)
+
+    eng = engine(models, {**spec, "num_speculative_tokens": 4, **GOODPUT})
+    try:
+        # Nothing is asked of it: it measures real steps, without and with drafts of all seats.
+        deadline = time.monotonic() + 20
+        while not {"1", "5"} <= set(eng.stats.step_cost_s):
+            assert time.monotonic() < deadline, eng.stats.step_cost_s
+            time.sleep(0.01)
+        assert max(map(int, eng.stats.step_cost_s)) >= 36 and eng.stats.num_steps == 0
+        monkeypatch.setattr(Goodput, "observe_step", dear)
+        turn = int(spec is NGRAM)
+        same_bits(run(eng, mixed(turn)), plain, turn)
+        per_k = eng.stats.num_request_steps_per_k
+        assert sum(n > 0 for n in per_k) >= 3, f"K did not vary: {per_k}"
+        status = eng.status()
+        assert status.num_free_blocks + status.num_cached_blocks == status.num_blocks
     finally:
         eng.stop()
 

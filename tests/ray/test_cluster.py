@@ -26,6 +26,7 @@ from deploy.client import Client
 from deploy.local import serving
 from deploy.serve_file import ServeFile, read_serve_file
 from tests.serve.conftest import free_port
+from tests.tiny import CONSTANT_K
 
 pytestmark = pytest.mark.ray
 
@@ -41,7 +42,7 @@ def write_file(folder: Path, model: Path, port: int, **changes: Any) -> Path:
         "tensor_parallel_size": 2,
         "speculative_config": {
             "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
-            "prompt_lookup_max": 3,
+            "prompt_lookup_max": 3, **CONSTANT_K,
         },
         **changes,
     }  # fmt: skip

@@ -23,6 +23,7 @@ from actors.startup.launch import Replica
 from actors.startup.nodes import replica_placement
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
+from tests.tiny import CONSTANT_K
 
 pytestmark = pytest.mark.ray
 
@@ -55,7 +56,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 def config(model: Path, spec: dict[str, Any], **kw: Any) -> EngineConfig:
     return EngineArgs(
         model=str(model), dtype="float32", device="cpu", max_model_len=256, max_num_seqs=4,
-        num_threads=1, speculative_config={"num_speculative_tokens": 3, **spec}, **kw,
+        num_threads=1, speculative_config={"num_speculative_tokens": 3, **CONSTANT_K, **spec}, **kw,
     ).resolve()  # fmt: skip
 
 

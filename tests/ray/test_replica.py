@@ -19,9 +19,11 @@ from actors.errors import LoadError, RequestLost
 from actors.requests import GenerateRequest, RunOutput
 from actors.startup.in_process import build_in_process
 from actors.startup.launch import Replica
+from actors.threads import COMPUTE_NAME
 from deploy.failures import is_intended
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
+from tests.tiny import CONSTANT_K
 from tests.unit.parallel import toy
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("fake_gpu_ray")]
@@ -39,7 +41,7 @@ def config(target: Path, spec: dict[str, Any] | None, **kw: Any) -> EngineConfig
         **kw,
     }
     if spec is not None:
-        spec = {"num_speculative_tokens": 3, **spec}
+        spec = {"num_speculative_tokens": 3, **CONSTANT_K, **spec}
     return EngineArgs(model=str(target), speculative_config=spec, **args).resolve()
 
 
@@ -86,6 +88,12 @@ def actor_pids(replica: Replica) -> dict[str, int]:
     return {fact["role"]: fact["pid"] for fact in replica.describe()["actors"]}
 
 
+def teams(pid: int) -> tuple[int, int]:
+    """(threads of the compute thread's team, and what it has started itself, all threads)."""
+    names = [p.read_text().strip() for p in Path(f"/proc/{pid}/task").glob("*/comm")]
+    return names.count(COMPUTE_NAME), len(names)
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -108,9 +116,13 @@ def test_draft_placements_share_devices_as_asked(
     if placement == "colocated":
         draft = target  # always right: a draft that comes back whole shows in what is accepted
     if placement == "with the target":
-        cfg = config(target, {"method": "toy", "speculator_options": {"fails_in": "absorb"}})
+        cfg = config(
+            target, {"method": "toy", "speculator_options": {"fails_in": "absorb"}}, num_threads=2
+        )
     else:
-        cfg = config(target, {"model": str(draft)}, placement=placement)
+        schedule = "goodput" if placement == "dedicated" else "constant"
+        spec = {"model": str(draft), "num_speculative_tokens_schedule": schedule}
+        cfg = config(target, spec, placement=placement)
     plain = in_process(config(target, None, device="cpu"), num_logprobs=0)
     replica = Replica.start(cfg)
     try:
@@ -123,17 +135,29 @@ def test_draft_placements_share_devices_as_asked(
             assert same == (placement == "colocated")
         assert len(replica.describe()["bundles"]) == (2 if placement == "dedicated" else 1)
         assert all(b["GPU"] == 1 for b in replica.describe()["bundles"])
+        stats = replica.engine.stats
+        if placement == "dedicated":
+            # While there is no work it measures steps of all sizes, over its own transport.
+            wait_until(lambda: {"1", "4"} <= set(stats.step_cost_s))
         got = ask(replica.engine, "a", num_logprobs=0)
         # Other processes, another transport, drafts: the same bits.
         assert (got.ids, got.logprobs) == (plain.ids, plain.logprobs)
-        assert got.last.speculation.num_draft_tokens > 0
+        if placement == "dedicated":
+            assert sum(stats.num_request_steps_per_k) > 0 == stats.num_draft_losses
+        else:
+            assert got.last.speculation.num_draft_tokens > 0
         sampled = {"temperature": 0.9, "seed": 4}
         off = ask(replica.engine, "b", speculation_enabled=False, **sampled)
         assert ask(replica.engine, "c", **sampled).ids == off.ids
         if placement == "colocated":
             a_killed_draft_costs_speed_and_comes_back(replica)
         if placement == "with the target":
+            before = teams(facts["target"]["pid"])
+            assert facts["target"]["threads"] == 2 <= before[0] <= 3
             a_failed_drafter_comes_back_in_the_target_s_process(replica)
+            # The new drafter was loaded beside the steps, by a thread that makes no team.
+            after = teams(facts["target"]["pid"])
+            assert after[0] == before[0] and after[1] <= before[1]
             a_killed_target_fails_fast_and_says_why(replica)
         pids = actor_pids(replica).values()
     finally:

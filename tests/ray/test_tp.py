@@ -20,6 +20,7 @@ from actors.startup.launch import Replica
 from specconfig import EngineArgs
 from specconfig.engine import EngineConfig
 from tests.sampling_fields import check_every_field, check_same_answers
+from tests.tiny import CONSTANT_K
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("fake_gpu_ray")]
 
@@ -35,7 +36,7 @@ def config(
     target: Path, tensor_parallel_size: int, spec: dict[str, Any] | None, k: int = 4, **kw: Any
 ) -> EngineConfig:
     if spec is not None:
-        spec = {"num_speculative_tokens": k, **spec}
+        spec = {"num_speculative_tokens": k, **CONSTANT_K, **spec}
     return EngineArgs(
         model=str(target),
         speculative_config=spec,

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.tiny import write_tiny_model
+from tests.tiny import CONSTANT_K, write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "tests" / "plugin"
@@ -53,6 +53,7 @@ def write_serve_file(folder: Path, model: Path, port: int, grpc_port: int | None
                         "num_speculative_tokens": 4,
                         "prompt_lookup_min": 1,
                         "prompt_lookup_max": 3,
+                        **CONSTANT_K,
                     },
                 },
             }

@@ -26,6 +26,7 @@ from deploy.grpc import paceline_pb2 as pb
 from deploy.grpc import paceline_pb2_grpc
 from specconfig import acceptance, registry
 from tests.serve.conftest import PLUGIN, App
+from tests.tiny import CONSTANT_K
 
 pytestmark = pytest.mark.ray
 
@@ -200,7 +201,7 @@ def test_methods_from_outside_the_package_are_served(
         max_num_seqs=2, num_threads=1, compile_layers="off", num_ingress_replicas=1,
         speculative_config={
             "method": "toy_states", "num_speculative_tokens": 3,
-            "rejection_sample_method": "toy_half",
+            "rejection_sample_method": "toy_half", **CONSTANT_K,
         },
     )  # fmt: skip
     serve.run(build(args), name="toy", route_prefix="/toy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import signal
 import socket
 import subprocess
@@ -86,6 +87,27 @@ def test_an_interrupt_while_ray_starts_leaves_nothing(tiny_model: Path, tmp_path
     _, alive = psutil.wait_procs(started, timeout=5)
     assert not alive
     assert not left_behind()
+
+
+@pytest.mark.ray
+def test_the_benchmark_agrees_with_the_servers_own_counters(app: App, tmp_path: Path) -> None:
+    before = app.metrics()
+    out = tmp_path / "out.json"
+    options = ("--clients", "1,2", "--num-requests", "4", "--max-tokens", "12", "--json", str(out))
+    process = paceline("bench", app.url, *options, stderr=subprocess.PIPE)
+    said, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, ""), said
+    document = json.loads(out.read_text())
+    assert document["model"] == "tiny" and document["ignore_eos"] and document["has_usage"]
+    runs = document["runs"]
+    assert [(r["num_completed"], r["output_tokens"]) for r in runs] == [(4, 48), (4, 48)]
+    assert all(r["client_cpu_share"] < 0.5 for r in runs)
+    after = app.metrics()
+    made = after["paceline_output_tokens_total"] - before.get("paceline_output_tokens_total", 0)
+    # And the warm-up's: one answer, then two; before them one of two tokens.
+    assert made == 96 + 3 * 12 + 2
+    drafted = sum(r["speculation"]["num_draft_tokens"] for r in runs)
+    assert 0 < drafted <= after["paceline_draft_tokens_total"]
 
 
 @pytest.mark.ray

@@ -13,8 +13,11 @@ wrong, a draft would be, and the target checks drafts.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +32,19 @@ _Hashes = npt.NDArray[np.uint64]
 _Ends = npt.NDArray[np.intp]
 
 
+# Matches of fewer tokens than the first of these are told apart from longer ones, and so on.
+_LENGTHS: Final = (3, 4, 6, 10, 16)
+_NUM_COMPARED: Final = 16  # tokens of a match, and its occurrences
+
+
+class _Agreement(IntEnum):
+    """How a match went on where it occurred before."""
+
+    ONCE = 0  # one place only
+    ALIKE = 1
+    APART = 2
+
+
 class NgramDrafter(LookupDrafter):
     """Lookup drafter over n-grams of the request's own prompt and output.
 
@@ -36,6 +52,8 @@ class NgramDrafter(LookupDrafter):
         min_n: Shortest suffix looked up, in tokens.
         max_n: Longest suffix looked up, in tokens. A longer repeat ties with one of `max_n`.
     """
+
+    num_confidence_levels = (len(_LENGTHS) + 1) * len(_Agreement)
 
     def __init__(self, min_n: int, max_n: int) -> None:
         if not 1 <= min_n <= max_n:
@@ -65,9 +83,14 @@ class NgramDrafter(LookupDrafter):
             hashes = self._hashes[key] = _WindowHashes(self.min_n, token_ids)
         else:
             hashes.extend(token_ids)
-        end = hashes.best_end(self.max_n)
+        end = hashes.find(self.max_n)
         drafts: list[int] = token_ids[end : min(end + max_drafts, num_tokens)].tolist()
         return drafts if end else ()
+
+    def confidence(self, key: int) -> int:
+        """By how far back the match goes, and whether it went on alike wherever it occurred."""
+        num_matching, agreement = self._hashes[key].evidence()
+        return bisect_right(_LENGTHS, num_matching) * len(_Agreement) + agreement
 
     def finish(self, key: int, token_ids: Int32Array) -> None:
         self._hashes.pop(key, None)
@@ -93,6 +116,7 @@ class _WindowHashes:
         self._num_tokens = 0
         self._sums: _Hashes = np.zeros(1, dtype=np.uint64)
         self._shortest: _Hashes = np.zeros(1, dtype=np.uint64)
+        self._ends: _Ends = np.zeros(0, dtype=np.intp)
         self.extend(token_ids)
 
     def _grow(self, num_tokens: int) -> None:
@@ -118,12 +142,37 @@ class _WindowHashes:
             self._shortest[first : new + 1] = window * self._inverses[first : new + 1]
         self._num_tokens = new
 
-    def best_end(self, max_n: int) -> int:
+    def find(self, max_n: int) -> int:
         """First end, before the last, of the longest suffix that occurs there, of `min_n` to
         `max_n` tokens; 0: none does."""
+        self._ends = self._best_ends(max_n)[:_NUM_COMPARED].copy()
+        return int(self._ends[0]) if len(self._ends) else 0
+
+    def evidence(self) -> tuple[int, _Agreement]:
+        """How many tokens before the end that was found are the last ones too, as far as they are
+        compared, and how the text went on at the first ends of that suffix."""
+        if not len(self._ends):
+            return 0, _Agreement.ONCE
+        end, last = int(self._ends[0]), self._num_tokens
+        width = min(end, _NUM_COMPARED)
+        same = self._tokens(np.arange(end - width, end)) == self._tokens(
+            np.arange(last - width, last)
+        )
+        num_matching = width if same.all() else int(np.argmin(same[::-1]))
+        if len(self._ends) == 1:
+            return num_matching, _Agreement.ONCE
+        following = self._tokens(self._ends)
+        is_alike = bool((following == following[0]).all())
+        return num_matching, _Agreement.ALIKE if is_alike else _Agreement.APART
+
+    def _tokens(self, positions: _Ends) -> _Hashes:
+        return (self._sums[positions + 1] - self._sums[positions]) * self._inverses[positions]
+
+    def _best_ends(self, max_n: int) -> _Ends:
+        """All ends, ascending, of the longest suffix that occurs there."""
         last, width = self._num_tokens, self._min_n
         if last <= width:
-            return 0
+            return np.zeros(0, dtype=np.intp)
         ends = np.flatnonzero(self._shortest[width:last] == self._shortest[last]) + width
         longest, too_long = width, min(max_n, last - 1) + 1
         n = too_long - 1  # first: where a text repeats itself it is the answer
@@ -134,7 +183,7 @@ class _WindowHashes:
             else:
                 too_long = n
             n = (longest + too_long) // 2
-        return int(ends[0]) if len(ends) else 0
+        return ends
 
     def _matching(self, ends: _Ends, n: int) -> _Ends:
         """Those of `ends`, ascending, before which the last `n` tokens stand."""

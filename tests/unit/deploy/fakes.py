@@ -1,10 +1,12 @@
-"""A scripted engine: says a fixed text, in runs of a given length, and fails where told."""
+"""A scripted engine: says a fixed text, in runs of a given length, and fails where told; alone, or
+in a replica behind a Serve handle."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from actors.requests import (
@@ -14,6 +16,8 @@ from actors.requests import (
     SpeculationStats,
     TokenLogprob,
 )
+from deploy.channel.messages import ReplyTo
+from deploy.channel.sender import Channels
 from deploy.engine_client import ReplicaReport
 from deploy.openai.logprobs import decode_whole
 
@@ -120,6 +124,54 @@ class ScriptedEngine:
 
     async def describe(self, timeout_s: float) -> dict[str, Any]:
         return {"served": self.served, "lossless": True}
+
+    async def aclose(self) -> None:
+        pass
+
+
+class Call:
+    """What a Serve handle gives for a call."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.ensure_future(work)
+        self.is_cancelled = False
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return asyncio.shield(self._task).__await__()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._task.cancel()
+
+
+class ScriptedHandle:
+    """A Serve handle to one replica of a scripted engine, with the channel that its runs take.
+
+    `node`: the replica's; another one than the front's connects over TCP.
+    """
+
+    def __init__(self, engine: Any, node: str = "local") -> None:
+        self.engine = engine
+        self.channels = Channels(node)
+        self.calls: list[Call] = []
+
+    def options(self, **_: object) -> ScriptedHandle:
+        return self
+
+    def remote(self, request: GenerateRequest, reply_to: ReplyTo) -> Call:
+        self.calls.append(Call(self._serve(request, reply_to)))
+        return self.calls[-1]
+
+    async def _serve(self, request: GenerateRequest, reply_to: ReplyTo) -> None:
+        channel = await self.channels.to(reply_to)
+        async with aclosing(self.engine.generate(request)) as runs:
+            taken = await anext(runs)
+            with channel.delivery(taken) as delivery:
+                delivery.acknowledge()
+                async for run in runs:
+                    delivery.put(run)
+                    channel.flush()
+                await delivery.done
 
 
 def sse(body: str) -> list[str]:

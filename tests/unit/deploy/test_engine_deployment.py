@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.errors import EngineDead
-from actors.requests import GenerateRequest, RunOutput
+from actors.errors import EngineDead, EngineStopped, QueueFull
+from actors.requests import FinishReason, GenerateRequest, RunOutput
 from actors.stats import EngineStats
 from actors.verifier.engine import EngineStatus
+from actors.verifier.request import Sink
 from deploy.api_keys import ApiKeys
 from deploy.app import build
+from deploy.channel.receiver import Inbox, Receiver
 from deploy.engine import Engine
 from deploy.failures import Unauthenticated
 from deploy.metrics import METRICS
@@ -31,15 +33,25 @@ class FakeEngine:
         self.since = 0.0
         self.counters = EngineStats()
         self.knobs: list[tuple[bool, int | None]] = []
-        self.closed = False
+        self.sinks: dict[str, Sink] = {}
+        self.aborted: list[str] = []
+        self.deliver: Callable[[], None] = lambda: None
+        self.is_full = False
+        self.end: EngineDead | None = None
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[RunOutput]:
-        try:
-            for n in range(5):
-                yield RunOutput(request.request_id, (n,), "x", (False,), None, 1, 0, n + 1)
-                await asyncio.sleep(0)
-        finally:
-            self.closed = True
+    def after_delivery(self, what: Callable[[], None]) -> None:
+        self.deliver = what
+
+    def add_request(self, request: GenerateRequest, sink: Sink) -> None:
+        if self.is_full:
+            raise QueueFull(1, 1, 1)
+        self.sinks[request.request_id] = sink
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def ended_with(self, out: RunOutput) -> EngineDead | None:
+        return self.end if out.error is not None else None
 
     def set_speculation(self, enabled: bool, max_tokens: int | None) -> None:
         self.knobs.append((enabled, max_tokens))
@@ -156,14 +168,70 @@ def test_a_running_engine_keeps_its_knobs_for_wrong_ones_and_says_why(
     assert replica.engine.knobs[-1] == (True, 4) and told() == (False, None)
 
 
-def test_leaving_a_stream_closes_it_at_once(deployment: Engine, replica: FakeReplica) -> None:
+def run_of(name: str, **fields: Any) -> RunOutput:
+    return RunOutput(name, (1,), "x", (False,), None, 1, 0, 1, **fields)
+
+
+def test_a_request_is_in_progress_until_its_last_run_is_out(
+    deployment: Engine, replica: FakeReplica
+) -> None:
+    engine = replica.engine
+    assert inspect.iscoroutinefunction(deployment.generate)  # Serve runs functions in threads
+
     async def go() -> None:
-        runs = await deployment.generate(GenerateRequest("r", [1]))
-        # What Serve can stream and cancel.
-        assert inspect.iscoroutinefunction(deployment.generate) and inspect.isasyncgen(runs)
-        await anext(runs)
-        await runs.aclose()
-        assert replica.engine.closed
+        front = Receiver("local", "127.0.0.1")
+        inboxes = {name: front.expect(name) for name in "abcd"}
+        served = {
+            name: asyncio.ensure_future(
+                deployment.generate(GenerateRequest(name, [1]), front.reply_to)
+            )
+            for name in "abcd"
+        }
+        for inbox in inboxes.values():
+            assert (await inbox.next()).is_acknowledgment
+        # The runs of a step arrive together, when the step has given all of them.
+        for name in "ab":
+            engine.sinks[name](run_of(name))
+        engine.sinks["a"](run_of("a", finish_reason=FinishReason.STOP))
+        assert await is_silent(inboxes["a"])
+        engine.deliver()
+        assert [(await inboxes["a"].next()).finish_reason for _ in range(2)] == [None, "stop"]
+        await served["a"]
+        assert not served["b"].done() and engine.aborted == []
+        # A caller that leaves, an engine that ends, a front that goes away.
+        served["b"].cancel()
+        await asyncio.gather(served["b"], return_exceptions=True)
+        assert engine.aborted == ["b"]
+        engine.end = EngineStopped("the engine was stopped")
+        engine.sinks["c"](run_of("c", error="stopped"))
+        with pytest.raises(EngineStopped):
+            await served["c"]
+        await front.aclose()
+        with pytest.raises(EngineDead, match="a front is gone"):
+            await served["d"]
+        assert "d" in engine.aborted
+
+    asyncio.run(go())
+
+
+async def is_silent(inbox: Inbox) -> bool:
+    try:
+        async with asyncio.timeout(0.02):
+            await inbox.next()
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_a_refusal_is_the_calls_own_error(deployment: Engine, replica: FakeReplica) -> None:
+    async def go() -> None:
+        front = Receiver("local", "127.0.0.1")
+        inbox = front.expect("a")
+        replica.engine.is_full = True
+        with pytest.raises(QueueFull):
+            await deployment.generate(GenerateRequest("a", [1]), front.reply_to)
+        assert await is_silent(inbox), "nobody took it"
+        await front.aclose()
 
     asyncio.run(go())
 

@@ -16,6 +16,9 @@ def snapshot(num_drafts: int) -> dict:
     stats = EngineStats()
     for _ in range(num_drafts):
         stats.observe_drafts(4, 2)
+        stats.observe_k(4)
+    stats.step_cost_s = {"1": 0.02}
+    stats.expected_acceptance = [0.5]
     stats.step_time_s.observe(0.03)
     stats.num_requests["stop"] += 2
     return {

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -14,24 +13,22 @@ from actors.requests import FinishReason, GenerateRequest, RunOutput
 from deploy.engine_client import HandleEngineClient
 from deploy.openai.errors import from_exception
 from deploy.outlook import NoReplicaComing, Outlook, ask_serve
+from tests.unit.deploy.fakes import Call, ScriptedHandle
 
 DONE = RunOutput("r", (1,), "x", (False,), None, 1, 0, 1, FinishReason.STOP)
 
 
-class Response:
-    """What Serve's handle gives for a request: waits in the router, then streams or fails."""
+class Routed:
+    """An engine whose request waits in Serve's router, then is served or fails."""
 
-    def __init__(self, released: asyncio.Event, error: Exception | None) -> None:
-        self.released, self.error, self.is_cancelled = released, error, False
+    def __init__(self, error: Exception | None) -> None:
+        self.released, self.error = asyncio.Event(), error
 
-    async def __aiter__(self) -> AsyncIterator[RunOutput]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
         await self.released.wait()
         if self.error is not None:
             raise self.error
         yield DONE
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
 
 
 def ask(
@@ -39,38 +36,39 @@ def ask(
     *,
     released_after: int | None = None,
     error: Exception | None = None,
-) -> tuple[list[RunOutput], Response, int]:
+) -> tuple[list[RunOutput], Call, int]:
     """Outputs of a request; Serve `says` at its n-th look, and releases the request after some."""
 
-    async def run() -> tuple[list[RunOutput], Response, int]:
+    async def run() -> tuple[list[RunOutput], Call, int]:
         loop, looks = asyncio.get_running_loop(), 0
-        response = Response(asyncio.Event(), error)
+        engine = Routed(error)
 
         def look() -> str | None:
             nonlocal looks
             looks += 1
             if looks == released_after:
-                loop.call_soon_threadsafe(response.released.set)
+                loop.call_soon_threadsafe(engine.released.set)
             return says(looks)
 
         if error is not None:
-            response.released.set()
-        stream = SimpleNamespace(remote=lambda request: response)
-        handle: Any = SimpleNamespace(options=lambda **kw: stream)
+            engine.released.set()
+        handle = ScriptedHandle(engine)
         client = HandleEngineClient(handle, Outlook(look, look_s=0.001, again_s=0.001))
         try:
             outputs = [out async for out in client.generate(GenerateRequest("r", [1]))]
         except NoReplicaComing:
-            assert response.is_cancelled
+            assert handle.calls[0].is_cancelled
             raise
-        return outputs, response, looks
+        finally:
+            await client.aclose()
+        return outputs, handle.calls[0], looks
 
     return asyncio.run(run())
 
 
 def test_a_restart_is_waited_for_and_a_moment_between_two_starts_is_none() -> None:
-    outputs, response, looks = ask(lambda n: "none now" if n == 3 else None, released_after=6)
-    assert outputs == [DONE] and looks >= 6 and not response.is_cancelled
+    outputs, call, looks = ask(lambda n: "none now" if n == 3 else None, released_after=6)
+    assert outputs == [DONE] and looks >= 6 and not call.is_cancelled
 
 
 def test_a_request_that_waits_for_nobody_ends_and_says_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
@@ -13,20 +14,20 @@ import openai
 import pytest
 
 from actors.errors import QueueFull
-from actors.requests import FinishReason, GenerateRequest, RunOutput
+from actors.requests import FinishReason, RunOutput, TokenLogprob
 from deploy.app import Ingress
-from deploy.openai.answers import TextAnswer
+from deploy.openai.answers import Answer, ChatAnswer, TextAnswer
 from deploy.openai.ingress import max_body_bytes
 from deploy.openai.parsing import parse
 from deploy.openai.protocol import CompletionRequest, TokenizeRequest
 from deploy.openai.service import ServiceOptions
-from deploy.openai.streaming import KEEPALIVE, event, events, with_pauses
+from deploy.openai.streaming import KEEPALIVE, Written, event, events, with_pauses
 from deploy.text import TextProcessor
 from specconfig.app_args import AppArgs
 from specconfig.errors import ConfigError
 from tests.tiny import write_tiny_config
 from tests.unit.deploy.conftest import SERVED, Connect
-from tests.unit.deploy.fakes import ScriptedEngine, sse
+from tests.unit.deploy.fakes import ScriptedEngine, ScriptedHandle, sse
 
 T = TypeVar("T")
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -235,6 +236,7 @@ def test_what_is_not_empty_is_refused_by_name(
 def test_an_event_is_one_line_for_every_client(connect: Connect, engine: ScriptedEngine) -> None:
     engine.script = list(LINE_ENDS.encode())
     assert len(event({"text": LINE_ENDS}).splitlines()) == 2
+    assert event({"a": [None, "\u00e9"]}) == 'data: {"a":[null,"\u00e9"]}\n\n'
     assert json.loads(event({"text": LINE_ENDS})[6:]) == {"text": LINE_ENDS}
 
     async def lines() -> list[str]:
@@ -254,6 +256,35 @@ def test_an_event_is_one_line_for_every_client(connect: Connect, engine: Scripte
 
     engine.prompt_len = None
     assert with_sdk(connect, text) == LINE_ENDS
+
+
+@pytest.mark.parametrize("kind", [ChatAnswer, TextAnswer])
+@pytest.mark.parametrize(
+    ("options", "is_written_once"),
+    [
+        ({}, True),
+        ({"stream_options": {"include_usage": True}}, True),
+        ({"stream_options": {"continuous_usage_stats": True, "include_usage": True}}, False),
+        ({"return_token_ids": True}, False),
+        ({"logprobs": 1}, False),
+    ],
+)
+def test_an_event_written_around_its_text_is_the_chunk_to_the_byte(
+    text: TextProcessor, kind: type[Answer], options: dict[str, Any], is_written_once: bool
+) -> None:
+    fields = {"prompt": "hi", "stream": True, **options}
+    body = parse(json.dumps(fields).encode(), CompletionRequest)
+    # Two, as one may remember what it has said: it knows where the text stands.
+    answer, other = (kind('a"\u2028', 0, 'm\\"', body, text.token_bytes) for _ in range(2))
+    written = Written(answer)
+    runs = [_run(), *map(_run, ["x", '"\\\n\0', LINE_ENDS, "\U0001f99c\u00e9", "text"])]
+    runs += [_run("y", finish_reason=FinishReason.STOP)]
+    for run in runs:
+        if "logprobs" in options:
+            entries = tuple(TokenLogprob(i, -0.5, ((i, -0.5),)) for i in run.token_ids)
+            run = dataclasses.replace(run, logprobs=entries)
+        assert written(run) == "".join(map(event, other.chunks(run)))
+    assert (written._around is not None) == is_written_once
 
 
 async def _in_time(work: Awaitable[T]) -> T:
@@ -424,19 +455,6 @@ def test_a_page_may_read_every_answer(connect: Connect, engine: ScriptedEngine) 
         assert "X-Request-Id" in exposed and "Retry-After" in exposed
 
 
-class Handle:
-    """A Serve handle to the scripted engine."""
-
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self._engine = engine
-
-    def options(self, **_: object) -> Handle:
-        return self
-
-    def remote(self, request: GenerateRequest) -> AsyncGenerator[RunOutput]:
-        return self._engine.generate(request)
-
-
 def test_settings_of_the_app_reach_the_wire(engine: ScriptedEngine, tmp_path: Path) -> None:
     args = AppArgs(
         model=str(write_tiny_config(tmp_path / "m")),
@@ -445,7 +463,7 @@ def test_settings_of_the_app_reach_the_wire(engine: ScriptedEngine, tmp_path: Pa
         allowed_origins=[PAGE],
         stream_keepalive_s=0.001,
     )
-    app = Ingress(Handle(engine), args).__serve_build_asgi_app__()
+    app = Ingress(ScriptedHandle(engine), args).__serve_build_asgi_app__()
     engine.delay_s = 0.02
 
     async def go() -> httpx.Response:

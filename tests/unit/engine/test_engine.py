@@ -33,14 +33,17 @@ class Engines:
     def __init__(self):
         self.made = []
 
-    def __call__(self, k, guess=None, script=SCRIPT, tokenizer=None, own_kv=False, **changes):
+    def __call__(
+        self, k, guess=None, script=SCRIPT, tokenizer=None, own_kv=False, lookup=fakes.FakeLookup,
+        **changes,
+    ):  # fmt: skip
         limits = fakes.make_limits(k, has_draft_model=own_kv, **changes)
         target = fakes.ScriptedTarget(limits, script)
         drafter = host = None
         if own_kv:
             host = fakes.FakeDraftHost(limits, guess or fakes.mixed(script, limits.vocab_size))
         elif guess is not None:
-            drafter = fakes.FakeLookup(guess)
+            drafter = lookup(guess)
         client = InProcessStepClient(target, host)
         engine = VerifierEngine(limits, client, tokenizer, drafter, patience=StepPatience(10.0))
         engine.target, engine.host, engine.drafter = target, host, drafter

@@ -3,7 +3,7 @@ import pytest
 from actors.verifier.limits import EngineLimits
 from specconfig.draft_law import DraftLaw
 from specconfig.engine_args import EngineArgs
-from tests.tiny import write_tiny_config
+from tests.tiny import CONSTANT_K, write_tiny_config
 from tests.unit.engine import fakes
 
 
@@ -15,6 +15,13 @@ def test_limits_are_those_of_the_configuration(tmp_path):
     limits = EngineLimits.from_config(config, 400)
     assert (limits.max_num_seqs, limits.block_size, limits.num_blocks) == (3, 8, 400)
     assert limits.law == config.draft_law == DraftLaw()
+    assert (
+        limits.follows_goodput
+        and not EngineLimits.from_config(
+            args.model_copy(update={"speculative_config": {**speculation, **CONSTANT_K}}).resolve(),
+            400,
+        ).follows_goodput
+    )
     assert limits.num_speculative_tokens_for_batch(2) == limits.num_speculative_tokens == 4
 
 

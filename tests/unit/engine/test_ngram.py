@@ -118,6 +118,26 @@ def test_state_is_per_request_and_dropped_at_its_end():
     assert len(drafter) == 0
 
 
+def level(tokens, min_n=1, max_n=3):
+    drafter = NgramDrafter(min_n, max_n)
+    drafter.begin(1, np.asarray(tokens[:1], dtype=np.int32), None)
+    drafter.propose(1, np.asarray(tokens, dtype=np.int32), 1)
+    found = drafter.confidence(1)
+    assert 0 <= found < drafter.num_confidence_levels
+    return found
+
+
+def test_proposals_that_hold_differently_are_of_different_confidence():
+    long = [*range(10, 30)]
+    by_length = [level([9, *long[-n:], 8, 7, *long[-n:]]) for n in (2, 3, 4, 6, 10, 16)]
+    assert len(set(by_length)) == 6, "as far as it matches, beyond max_n too"
+    assert level([1, 2, 3, 4]) == level([5, 1, 2, 6, 7]), "nothing was found"
+    once = [1, 2, 3, 4, 9, 1, 2, 3]
+    alike = [1, 2, 3, 4, 9, 8, 1, 2, 3, 4, 7, 1, 2, 3]
+    apart = [1, 2, 3, 4, 9, 8, 1, 2, 3, 5, 7, 1, 2, 3]
+    assert len({level(once), level(alike), level(apart)}) == 3
+
+
 def test_illegal_windows_are_refused():
     for min_n, max_n in ((0, 1), (3, 2)):
         with pytest.raises(ValueError, match="min_n"):

@@ -361,13 +361,10 @@ def test_client_errors_without_an_engine(sockets):
 
 
 class OneDraft:
-    """Drafts token 3 for its only entry, in the steps when it is there."""
-
-    def __init__(self):
-        self.is_lost = False
+    """Drafts token 3 for its only entry, and is gone in step 2. Ranks are not in step."""
 
     def propose(self, plan):
-        if self.is_lost:
+        if plan.step == 2:
             return None, "gone"
         return Proposal(DraftTokens(plan.step, token_array([3]), token_array([1]))), None
 
@@ -427,14 +424,14 @@ def test_drafts_go_to_the_verifier_and_masks_come_back_before_the_forward(socket
         return RowMasks(token_array([0]), np.full((1, 2), plan.step, dtype=np.uint32))
 
     entry = DraftEntry(0, 0, 1, 0, token_array([1]), 1)
-    for step, source.is_lost in ((1, False), (2, True)):
+    for step, is_lost in ((1, False), (2, True)):
         plan = StepPlan(
             0, step, target=(TargetEntry(0, 0, token_array([1]), 0, 1, 2),), draft=(entry,),
             awaits_masks=True,
         )  # fmt: skip
         client.send(plan)
         result = client.recv(5.0, mask_source)
-        assert (result.drafts is None) == (result.draft_lost is not None) == source.is_lost
+        assert (result.drafts is None) == (result.draft_lost is not None) == is_lost
     assert asked == [[3], None]
     client.close()
     for thread in threads:

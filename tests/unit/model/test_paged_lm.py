@@ -116,16 +116,20 @@ def test_block_size_and_chunks_change_nothing_visible(
         assert torch.equal(torch.cat([runner.rows(part) for part in parts]), logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+# phimoe routes, gemma4's layers hand each other a dictionary, gpt_oss has experts of another kind.
+COMPILED = [name for name in FAMILIES if name not in ("phimoe", "gemma4_text", "gpt_oss")]
+
+
+@pytest.mark.parametrize("name", [*COMPILED, "opt", "starcoder2", "gemma", "olmo"])
 def test_compiled_layers_equal_eager_and_keep_their_bits(
     family_dir: Callable[..., Path], name: str
 ) -> None:
-    path, ids = family_dir(name, **FAMILIES[name]), prompt(60)
+    path, ids = family_dir(name, **FAMILIES.get(name, {})), prompt(60)
     eager = Runner(path).rows((0, 0, ids))
     compiled = Runner(path, compile_layers="on")
     assert compiled.lm.compiled
     whole = compiled.rows((0, 0, ids))
-    torch.testing.assert_close(whole, eager, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(whole, eager, atol=1e-5, rtol=1e-4)
     for size in (1, 2, 5):
         again = compiled.rows((1, 0, ids[:40]))
         assert torch.equal(again, whole[:40])

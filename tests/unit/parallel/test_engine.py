@@ -27,7 +27,7 @@ from parallel.transport.frames import ConnectionLost
 from parallel.transport.socket import FrameListener, FrameSocket, SocketDir
 from specconfig import ConfigError, EngineArgs
 from specconfig.engine import EngineConfig
-from tests.tiny import VOCAB_SIZE, byte_tokenizer, write_tiny_model
+from tests.tiny import CONSTANT_K, VOCAB_SIZE, byte_tokenizer, write_tiny_model
 from tests.unit.parallel.conftest import Ranks
 from tests.unit.parallel.test_shard import MOE
 
@@ -44,7 +44,7 @@ LAWS: dict[str, dict[str, Any]] = {
 def config(target: Path, size: int, spec: dict[str, Any] | None = None, **kw: Any) -> EngineConfig:
     return EngineArgs(
         model=str(target),
-        speculative_config=spec,
+        speculative_config=spec and {**CONSTANT_K, **spec},
         tensor_parallel_size=size,
         device="cpu",
         dtype="float32",

@@ -241,3 +241,42 @@ def test_resolution_takes_no_batch_of_zero() -> None:
     assert engine(None).num_speculative_tokens_for_batch(3) == 0
     args = EngineArgs(model=TARGET, spec_method="ngram", spec_tokens=2, max_num_batched_tokens=256)
     assert args.resolve(facts).num_speculative_tokens_for_batch(0) == 2
+
+
+SCHEDULE = "num_speculative_tokens_schedule"
+TABLED = {**NGRAM, "num_speculative_tokens_per_batch_size": TABLE}
+LAYERS = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}
+EXTRACTION = {"method": "extract_hidden_states", "K": 1, "draft_model_config": LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "value", "source"),
+    [
+        (NGRAM, {}, "goodput", "default"),
+        ({"model": "org/EAGLE3-head", "K": 4}, {}, "goodput", "default"),
+        ({**NGRAM, SCHEDULE: "constant"}, {}, "constant", "given"),
+        (TABLED, {}, "constant", "inferred"),
+        ({**TABLED, SCHEDULE: "goodput"}, {}, "goodput", "given"),
+        (FLY, {}, "constant", "inferred"),
+        ({**FLY, SCHEDULE: "goodput"}, {}, "goodput", "given"),
+        (NGRAM, {"data_parallel_size": 2}, "constant", "fallback"),
+        (EXTRACTION, {}, "constant", "fallback"),
+    ],
+)
+def test_k_follows_goodput_unless_somebody_else_decides(
+    given: dict[str, Any], args: dict[str, Any], value: str, source: str
+) -> None:
+    config = engine(given, **args)
+    assert config.follows_goodput == (value == "goodput")
+    [decision] = [d for d in config.decisions if d.field.endswith(SCHEDULE)]
+    assert (decision.value, decision.source) == (value, source) and decision.reason
+    assert not [w for w in config.warnings if SCHEDULE in w]
+
+
+def test_a_schedule_that_cannot_be_had_is_a_warning_and_an_unknown_one_an_error() -> None:
+    config = engine({**NGRAM, SCHEDULE: "goodput"}, data_parallel_size=2)
+    assert not config.follows_goodput
+    assert [w for w in config.warnings if f"{SCHEDULE}='goodput' is not used" in w]
+    with pytest.raises(ConfigError, match="goodput") as raised:
+        engine({**NGRAM, SCHEDULE: "adaptive"})
+    assert raised.value.field == f"speculative_config.{SCHEDULE}"
