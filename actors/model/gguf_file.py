@@ -8,6 +8,7 @@ of the vocabulary, 10 s and more for 262,144 of them. Where the kernel of `linea
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ from parallel.shard import empty_parameters
 from parallel.weight_faults import faults_in_words, without_known
 from specconfig.facts.gguf_header import Header, TensorPlace, read_header, without_arrays
 
+logger = logging.getLogger(__name__)
+
+# What llama.cpp divides the rotary embedding's frequencies by; Llama 3.1 and later have it.
+_ROTARY_FACTORS = "rope_freqs.weight"
+
 
 def load_gguf(location: str, path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model of the GGUF file at `path`, with weights of `dtype`, or packed for it, on the CPU.
@@ -45,18 +51,55 @@ def load_gguf(location: str, path: Path, dtype: torch.dtype, device: torch.devic
         raise LoadError(f"cannot load {location!r}: {first_line(error)}") from error
 
 
+class _File:
+    """A GGUF file: its header, and its tensors' data where it lies."""
+
+    def __init__(self, location: str, path: Path) -> None:
+        self._location = location
+        self.header = read_header(path)
+        self._data = np.memmap(path, np.uint8, "r")
+
+    def kind(self, called: str) -> str:
+        """The tensor's block type, as gguf-py calls it."""
+        from gguf import GGMLQuantizationType
+
+        return str(GGMLQuantizationType(self.header.tensors[called].kind).name)
+
+    def rows(self, called: str) -> Bytes:
+        """The tensor's rows as they lie in the file: [..., bytes of a row]."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import quant_shape_to_byte_shape
+
+        place = self.header.tensors[called]
+        shape = quant_shape_to_byte_shape(place.shape, GGMLQuantizationType(place.kind))
+        end = place.offset + int(np.prod(shape))
+        if end > len(self._data):
+            raise LoadError(
+                f"{self._location} is cut off: {called} ends at byte {end}, the file at "
+                f"{len(self._data)}; download it again"
+            )
+        return self._data[place.offset : end].reshape(shape)
+
+    def values(self, called: str) -> npt.NDArray[Any]:
+        """The tensor, dequantised."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        place = self.header.tensors[called]
+        values = dequantize(self.rows(called), GGMLQuantizationType(place.kind))
+        return np.asarray(values.reshape(place.shape))
+
+
 def _load(location: str, path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    header = read_header(path)
-    config = _config(header)
+    file = _File(location, path)
     with empty_parameters(), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME
+            _config(file.header), dtype=dtype, attn_implementation=ATTENTION_NAME
         )
     keeps_blocks = dtype == torch.float32 and device.type == "cpu" and products.load() is not None
-    weights = _read(location, model, header, path, dtype, keeps_blocks)
+    weights = _read(location, file, model, dtype, keeps_blocks)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for name, source in tied.items():
         if name not in weights and source in weights:
@@ -74,6 +117,8 @@ def _load(location: str, path: Path, dtype: torch.dtype, device: torch.device) -
     # Plain ones first: a packed layer takes its bias with it.
     for name, weight in sorted(weights.items(), key=lambda item: _is_packed(item[1])):
         _place(model, name, weight)
+    if _ROTARY_FACTORS in file.header.tensors:
+        _divide_frequencies(location, model, file.values(_ROTARY_FACTORS))
     return model  # type: ignore[no-any-return]
 
 
@@ -90,60 +135,45 @@ def _config(header: Header) -> Any:
 
 
 def _read(
-    location: str,
-    model: Any,
-    header: Header,
-    path: Path,
-    dtype: torch.dtype,
-    keeps_blocks: bool,
+    location: str, file: _File, model: Any, dtype: torch.dtype, keeps_blocks: bool
 ) -> dict[str, nn.Parameter | PackedWeight]:
     """The file's weights by the names that they have in `model`."""
-    from gguf import GGMLQuantizationType, dequantize
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,
         get_gguf_hf_weights_map,
     )
 
-    architecture = header.values["general.architecture"]
+    architecture = file.header.values["general.architecture"]
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
     found: dict[str, nn.Parameter | PackedWeight] = {}
     # A processor that splits a tensor, or joins several, puts the results here itself.
     own: dict[str, dict[str, Tensor]] = {"tensors": {}}
     others = {"tensor_key_mapping": names, "parsed_parameters": own}
-    data = np.memmap(path, np.uint8, "r")
-    for called, place in header.tensors.items():
-        kind = GGMLQuantizationType(place.kind)
-        rows = _rows(location, data, called, place, kind)
+    unknown = []
+    for called, place in file.header.tensors.items():
         name = names.get(called)
-        format = format_of(kind.name) if keeps_blocks else None
+        format = format_of(file.kind(called)) if keeps_blocks else None
         if name is not None and format is not None and _can_keep(model, name):
             order = _row_order(processor, called, place, others)
             if order is not None:
-                found[name] = pack_blocks(rows[order], format, place.shape[-1])
+                found[name] = pack_blocks(file.rows(called)[order], format, place.shape[-1])
                 continue
-        values = dequantize(rows, kind).reshape(place.shape)
-        result = processor.process(weights=values, name=called, **others)
+        num_own = len(own["tensors"])
+        result = processor.process(weights=file.values(called), name=called, **others)
         if result.name in names:
             own["tensors"][names[result.name]] = torch.from_numpy(np.array(result.weights))
+        elif len(own["tensors"]) == num_own and called != _ROTARY_FACTORS:
+            unknown.append(called)
     for name, tensor in own["tensors"].items():
         found[name] = nn.Parameter(tensor.to(dtype), requires_grad=False)
+    if unknown:
+        logger.warning(
+            "%s: %d tensors are not used, transformers' %s has no place for them: %s",
+            location, len(unknown), type(model).__name__, ", ".join(unknown[:8]),
+        )  # fmt: skip
     return found
-
-
-def _rows(location: str, data: Bytes, called: str, place: TensorPlace, kind: Any) -> Bytes:
-    """The tensor's rows as they lie in the file: [..., bytes of a row]."""
-    from gguf.quants import quant_shape_to_byte_shape
-
-    shape = quant_shape_to_byte_shape(place.shape, kind)
-    end = place.offset + int(np.prod(shape))
-    if end > len(data):
-        raise LoadError(
-            f"{location} is cut off: {called} ends at byte {end}, the file at {len(data)}; "
-            "download it again"
-        )
-    return data[place.offset : end].reshape(shape)
 
 
 def _can_keep(model: nn.Module, name: str) -> bool:
@@ -194,3 +224,14 @@ def _place(model: nn.Module, name: str, weight: nn.Parameter | PackedWeight) -> 
         assert isinstance(module, nn.Linear)
         grandparent, _, child = parent.rpartition(".")
         setattr(model.get_submodule(grandparent), child, PackedLinear(weight, module.bias))
+
+
+def _divide_frequencies(location: str, model: nn.Module, factors: npt.NDArray[Any]) -> None:
+    for name, frequencies in model.named_buffers():
+        if name.endswith(("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")):
+            if frequencies.shape != factors.shape:
+                raise LoadError(
+                    f"{location}: {_ROTARY_FACTORS} has shape {list(factors.shape)}, the model "
+                    f"{list(frequencies.shape)} frequencies; use the original checkpoint"
+                )
+            frequencies /= torch.from_numpy(factors.copy())

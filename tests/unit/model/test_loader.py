@@ -6,14 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
 
 from actors.errors import LoadError
 from actors.model.loader import load_causal_lm, override, torch_dtype
-from actors.startup.tokenizer import open_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -70,68 +68,6 @@ def test_overrides_of_a_gguf_file_are_not_swallowed(tmp_path: Path) -> None:
         load_causal_lm(
             str(tmp_path / "m.gguf"), dtype=torch.float32, device=CPU, hf_overrides={"a": 1}
         )
-
-
-def write_gguf(path: Path) -> Path:
-    """A random Llama of one layer with a small vocabulary."""
-    gguf = pytest.importorskip("gguf")
-    made, width, vocab = np.random.default_rng(0), 64, 40
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(width)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(4)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(vocab)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<s>", "</s>", *(chr(0x41 + n) for n in range(vocab - 3)), "AB"])
-    writer.add_token_types([3, 3, *([1] * (vocab - 2))])
-    writer.add_token_merges(["A B"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    shapes = {"token_embd": (vocab, width), "output": (vocab, width), "output_norm": (width,)}
-    block = {"attn_norm": (width,), "ffn_norm": (width,), "ffn_gate": (96, width)}
-    block |= {"ffn_up": (96, width), "ffn_down": (width, 96)}
-    block |= {f"attn_{name}": (width, width) for name in ("q", "k", "v", "output")}
-    for name, shape in (shapes | {f"blk.0.{name}": shape for name, shape in block.items()}).items():
-        writer.add_tensor(f"{name}.weight", made.standard_normal(shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_a_gguf_file_is_converted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    path = str(write_gguf(tmp_path / "m.gguf"))
-    first, reading = load_causal_lm(path, dtype=torch.float32, device=CPU), open_tokenizer(path)
-
-    def fail(*args: object, **options: object) -> None:
-        raise AssertionError("converted again")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("gguf.GGUFReader", fail)
-        patched.setattr("actors.startup.tokenizer._ask_auto_tokenizer", fail)
-        second, again = load_causal_lm(path, dtype=torch.float32, device=CPU), open_tokenizer(path)
-        with pytest.raises(LoadError, match="converted again"):  # another dtype, another result
-            load_causal_lm(path, dtype=torch.bfloat16, device=CPU)
-    known = first.model.state_dict()
-    assert second.model.state_dict().keys() == known.keys()
-    assert all(torch.equal(x, known[name]) for name, x in second.model.state_dict().items())
-    assert again.backend_tokenizer.to_str() == reading.backend_tokenizer.to_str()
-    assert again.special_tokens_map == reading.special_tokens_map
-    # What was kept and is damaged is made anew, with a word.
-    (damaged,) = tmp_path.glob("cache/gguf/*/weights-float32-*/model.safetensors")
-    damaged.write_bytes(b"\xff" * damaged.stat().st_size)
-    for _ in range(2):
-        third = load_causal_lm(path, dtype=torch.float32, device=CPU).model.state_dict()
-        assert all(torch.equal(third[name], x) for name, x in known.items())
-    assert caplog.text.count("is not used") == 1
 
 
 def test_overrides_change_what_they_name_and_leave_the_rest(
