@@ -25,7 +25,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 	@echo "Variables: PORT=8001 (serve), JOBS=2 (test), TORCH_INDEX=URL, VENV=folder"
 
-serve: $(VENV)/.serve  ## install, convert the demo model, serve it, show what speculation does
+serve: $(VENV)/.serve  ## install, serve the demo model, show what speculation does
 	@exec $(BIN)/paceline demo $(if $(PORT),--port $(PORT))
 
 test: lint  ## lint, types, import contracts and all tests

@@ -1,7 +1,7 @@
 """What was made of a file with much work, kept for the next start.
 
-Reading a GGUF file's header builds an object for each entry of its vocabulary, 10 s and more for
-262,144 of them, before its weights are dequantised. Results lie in `<cache>/gguf`, by the file's
+Reading a GGUF file's tokenizer builds an object for each entry of its vocabulary, 10 s and more for
+262,144 of them. Results lie in `<cache>/gguf`, by the file's
 identity; an older version of the same file is dropped when a newer one comes. All of it may be
 deleted at any time. Where the folder cannot be written, everything is made anew each time.
 """

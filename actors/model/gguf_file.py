@@ -8,6 +8,7 @@ of the vocabulary, 10 s and more for 262,144 of them. Where the kernel of `linea
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import tempfile
 from pathlib import Path
@@ -43,6 +44,8 @@ def load_gguf(location: str, path: Path, dtype: torch.dtype, device: torch.devic
     Raises:
         LoadError: transformers does not know its architecture, or it lacks weights.
     """
+    if importlib.util.find_spec("gguf") is None:
+        raise LoadError(f"{location}: reading a GGUF file needs a package: pip install gguf")
     try:
         return _load(location, path, dtype, device)
     except LoadError:

@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deploy import before_start, demo, serve_file
 from deploy.errors import UserError
@@ -72,6 +73,21 @@ def test_the_cache_folder_can_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo.model_dir() == Path.home() / "elsewhere" / "models" / demo.MODEL_NAME
     monkeypatch.delenv("PACELINE_CACHE")
     assert demo.cache_dir() == Path.home() / ".cache" / "paceline"
+
+
+def test_the_demo_s_file_has_one_name_wherever_its_package_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    named = yaml.safe_load(demo.demo_file().read_text())["applications"][0]["args"]["model"]
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name)
+        monkeypatch.setattr(demo, "find_gguf", lambda path=tmp_path / name: path)
+        for _ in range(2):
+            link = demo.link_demo_model()
+            assert link.read_text() == name and link.name == Path(named).name
+        (tmp_path / name).unlink()  # as when the environment it lay in is removed
+    assert len(list((tmp_path / "cache" / "models").iterdir())) == 1
 
 
 def test_a_converted_model_is_used_and_an_interrupted_one_is_made_again(
