@@ -79,6 +79,8 @@ typedef void Few(const uint8_t *panel, int64_t stride, int64_t K, const float *x
         for (int q = 0; q < Q; q++) {                                                             \
           vf wk[NV];                                                                              \
           for (int v = 0; v < NV; v++) wk[v] = AT(w[q] + k * P + v * W);                          \
+          if (M > 1 && M * Q < MOST) /* else there are none left */                               \
+            for (int v = 0; v < NV; v++) IN_REGISTER(wk[v]);                                      \
           for (int m = 0; m < M; m++)                                                             \
             for (int v = 0; v < NV; v++) a[q][m][v] += wk[v] * x[m * ldx + k0 + k];               \
         }                                                                                         \
@@ -101,6 +103,8 @@ typedef void Few(const uint8_t *panel, int64_t stride, int64_t K, const float *x
       vf wk[NV];                                                                                  \
       __builtin_prefetch(ahead + k * 64);                                                         \
       for (int v = 0; v < NV; v++) wk[v] = AT(w + k * P + v * W);                                 \
+      if (M > 1)                                                                                  \
+        for (int v = 0; v < NV; v++) IN_REGISTER(wk[v]);                                          \
       for (int m = 0; m < M; m++)                                                                 \
         for (int v = 0; v < NV; v++) a[m][v] += wk[v] * x[m * ldx + k];                           \
     }                                                                                             \

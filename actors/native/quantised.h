@@ -16,16 +16,6 @@ typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2)));
 
 #define SMALL 32 /* inputs that are unpacked at a time, of all formats here */
 
-/* What is added to a product goes through here first: else the compiler makes one operation of the
- * two, with one rounding. */
-#if defined(__x86_64__)
-#define ROUNDED(v) __asm__("" : "+x"(v))
-#elif defined(__aarch64__)
-#define ROUNDED(v) __asm__("" : "+w"(v))
-#else
-#define ROUNDED(v) __asm__("" : "+m"(v))
-#endif
-
 /* W bytes with sign. gcc takes the general form apart. */
 ALWAYS vf from_bytes(const void *p) {
 #if defined(__AVX512F__)
@@ -106,7 +96,7 @@ ALWAYS void times_plus(const int8_t *q, int num, const vf *d, const vf *m, float
   for (int k = 0; k < num; k++)
     for (int v = 0; v < NV; v++) {
       vf product = d[v] * from_bytes(q + k * P + v * W);
-      ROUNDED(product);
+      IN_REGISTER(product); /* else one operation is made of the two, with one rounding */
       OUT(to + k * P + v * W) = product + m[v];
     }
 }
