@@ -45,10 +45,6 @@ def compute_environment(num_threads: int | None) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "GOMP_SPINCOUNT": str(SPIN_COUNT),
         "OMP_DYNAMIC": "FALSE",
-        # Compiled layers live beside our own kernels, so that a restart finds both.
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
-            "TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor")
-        ),
     }
 
 
