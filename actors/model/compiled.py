@@ -27,7 +27,8 @@ from torch.utils import _pytree as pytree
 
 from actors.errors import LoadError
 from actors.model.attention_op import GEMM_ROWS
-from actors.model.layer_code import LayerWriter, Unsupported
+from actors.model.layer_code import LayerWriter
+from actors.model.layer_values import Unsupported
 from actors.native import build, products
 
 logger = logging.getLogger(__name__)

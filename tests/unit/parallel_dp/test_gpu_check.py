@@ -1,7 +1,9 @@
 """The GPU script, as far as a CPU can run it."""
 
 import json
+import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ def test_dry_run_on_the_cpu_measures_everything_and_finds_nothing_wrong(tmp_path
     path = tmp_path / "report.json"
     done = subprocess.run(
         [ROOT / "benchmarks" / "gpu_check.sh", "--cpu", path],
+        env={**os.environ, "PYTHON": sys.executable},
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
