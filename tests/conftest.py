@@ -16,7 +16,6 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # Tests give Ray a home of its own. Kernels and compiled layers are built once all the same.
 os.environ.setdefault("PACELINE_CACHE", str(Path("~/.cache/paceline").expanduser()))
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.environ["PACELINE_CACHE"] + "/inductor")
 # Two processes share two cores: threads that spin for each other would cost more than they give.
 # Tests of threads ask for them by number. Set before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
