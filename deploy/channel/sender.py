@@ -235,6 +235,7 @@ class Channels:
 
 
 def _dial(reply_to: ReplyTo, node: str) -> FrameSocket:
+    # A front listens before anyone hears of it: one that does not any more is gone.
     if reply_to.node == node:
-        return FrameSocket.connect(reply_to.path, ROLE, 0, 0, os.getpid(), _DIAL_S)
-    return TcpFrameSocket.dial(reply_to.tcp, ROLE, 0, 0, os.getpid(), _DIAL_S)
+        return FrameSocket.connect(reply_to.path, ROLE, 0, 0, os.getpid(), _DIAL_S, waits=False)
+    return TcpFrameSocket.dial(reply_to.tcp, ROLE, 0, 0, os.getpid(), _DIAL_S, waits=False)

@@ -88,9 +88,21 @@ class FrameSocket:
 
     @classmethod
     def connect(
-        cls, path: str, role: str, rank: int, generation: int, pid: int, timeout_s: float
+        cls,
+        path: str,
+        role: str,
+        rank: int,
+        generation: int,
+        pid: int,
+        timeout_s: float,
+        *,
+        waits: bool = True,
     ) -> FrameSocket:
-        """Connect and say hello; waits for the listener to appear until the deadline."""
+        """Connect and say hello; `waits` until the deadline for a listener that is not there yet.
+
+        Raises:
+            TransportTimeout: nobody listens.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,9 +111,10 @@ class FrameSocket:
                 break
             except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
                 sock.close()
-                if time.monotonic() >= deadline:
+                if not waits or time.monotonic() >= deadline:
+                    waited = f" after {timeout_s} s" if waits else ""
                     raise TransportTimeout(
-                        f"{role} {rank}: nobody listens at {path} after {timeout_s} s"
+                        f"{role} {rank}: nobody listens at {path}{waited}"
                     ) from None
                 time.sleep(_CONNECT_PAUSE_S)
             except BaseException:

@@ -84,8 +84,11 @@ class TcpFrameSocket(FrameSocket):
         generation: int,
         pid: int,
         timeout_s: float,
+        *,
+        waits: bool = True,
     ) -> TcpFrameSocket:
-        """Connect, prove the secret and have it proven. Waits for the listener to appear.
+        """Connect, prove the secret and have it proven; `waits` for a listener that is not there
+        yet.
 
         Raises:
             TransportTimeout: nobody listened in time.
@@ -99,10 +102,11 @@ class TcpFrameSocket(FrameSocket):
                 )
                 break
             except OSError as error:
-                if time.monotonic() >= deadline:
+                if not waits or time.monotonic() >= deadline:
+                    waited = f" after {timeout_s} s" if waits else ""
                     raise TransportTimeout(
-                        f"{role} {rank}: nobody listens at {address.host}:{address.port} after "
-                        f"{timeout_s} s ({error})"
+                        f"{role} {rank}: nobody listens at {address.host}:{address.port}{waited} "
+                        f"({error})"
                     ) from None
                 time.sleep(_CONNECT_PAUSE_S)
         connection = cls(sock, None)  # the listener may not know yet whom it waits for

@@ -231,3 +231,15 @@ def test_a_front_that_cannot_be_reached_is_named() -> None:
         await front.aclose()
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("node", ["local", "another"])
+def test_a_front_that_has_ended_is_not_waited_for(node: str) -> None:
+    async def go() -> None:
+        front = Receiver("local", "127.0.0.1")
+        reply_to = front.reply_to
+        await front.aclose()
+        with pytest.raises(ChannelLost, match="nobody listens"):
+            await asyncio.wait_for(Channels(node).to(reply_to), 5)
+
+    asyncio.run(go())
