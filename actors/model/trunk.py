@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from actors.model.compiled import chooses_compiled
 from actors.model.experts import pack_experts
+from actors.model.huge_pages import move_panels
 from actors.model.inputs import FlatBatch
 from actors.model.interface import batch_arguments
 from actors.model.linear import fuse_projections, num_weights, pack_linears
@@ -96,6 +97,7 @@ class Trunk:
             fuse_projections(self.layers)
         packed, plain = pack_linears(self.model)
         num_experts_packed = pack_experts(self.model)
+        move_panels(self.model)
         # Weights stacked in three dimensions are experts of a kind that was not packed.
         self.has_plain_experts = any(p.dim() == 3 for p in self.model.parameters())
         logger.info(
