@@ -25,6 +25,7 @@ from benchmarks.peers.cases import Case, make_cases, weights_bytes
 from benchmarks.peers.contestants import CONTESTANTS, SYSTEMS, Contestant, Setup, vllm_tuning
 from benchmarks.peers.processes import PeerError
 from benchmarks.peers.report import markdown, ratios
+from deploy.bench.options import count, list_of, positive
 from deploy.demo import ensure_demo_model, find_gguf
 from deploy.errors import UserError
 
@@ -103,8 +104,8 @@ def _main(options: argparse.Namespace) -> int:
         raise ValueError(f"no system {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     if options.quick:
         options.rounds, options.max_tokens, options.per_client = 1, min(options.max_tokens, 48), 1
-        options.clients = "1,4" if options.clients is None else options.clients
-    clients = [int(n) for n in (options.clients or "1,4,8,16").split(",")]
+        options.clients = options.clients or [1, 4]
+    clients = options.clients or [1, 4, 8, 16]
     wanted = options.cases.split(",") if options.cases else None
     cases = make_cases(options.prompts.split(","), clients, options.per_client, wanted)
     model = options.model or ensure_demo_model(say)
@@ -126,7 +127,7 @@ def _main(options: argparse.Namespace) -> int:
             max_model_len=2048,
             run_s=options.max_seconds,
             pythons=pythons,
-            vllm_environment=dict(pair.split("=", 1) for pair in options.vllm_env),
+            vllm_environment=dict(options.vllm_env),
             tokenizer=AutoTokenizer.from_pretrained(model),
         )
         about = machine.describe()
@@ -190,7 +191,7 @@ def _pythons(options: argparse.Namespace, only: Sequence[str]) -> dict[str, Path
         if not found[name].is_file():
             raise ValueError(
                 f"{name} has no environment in {folder}: --make-envs makes it (gigabytes, once), "
-                f"--{name}-python names the interpreter of one, --only leaves {name} out"
+                f"--envs or --{name}-python names one, --only leaves {name} out"
             )
     return found
 
@@ -204,13 +205,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="one round of short answers, about 6 minutes")
     add("--only", help=f"systems, comma-separated, of {','.join(SYSTEMS)}")
     add("--prompts", default="chat,rewrite", help="built-in sets and JSONL files (its categories)")
-    add("--clients", help="numbers of clients (1,4,8,16)")
+    add("--clients", type=list_of(count), help="numbers of clients (1,4,8,16)")
     add("--cases", help="only these, as chat-1,rewrite-4")
-    add("--rounds", type=int, default=3, help="of all contestants (3)")
-    add("--per-client", type=int, default=3, help="requests a client in a run (3)")
-    add("--max-tokens", type=int, default=128, help="of each answer (128)")
-    add("--seats", type=int, default=16, help="requests that a server runs at once (16)")
-    add("--max-seconds", type=float, default=600.0, help="of one run (600)")
+    add("--rounds", type=count, default=3, help="of all contestants (3)")
+    add("--per-client", type=count, default=3, help="requests a client in a run (3)")
+    add("--max-tokens", type=count, default=128, help="of each answer (128)")
+    add("--seats", type=count, default=16, help="requests that a server runs at once (16)")
+    add("--max-seconds", type=positive, default=600.0, help="of one run (600)")
     add("--model", type=Path, help="a directory of safetensors; default: the demo model")
     add("--gguf", type=Path, help="the same model as GGUF, for OpenVINO; default: the demo's")
     add("--make-envs", action="store_true", help="make the peers' environments where missing")
@@ -218,9 +219,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--vllm-python", type=Path, help="interpreter of an environment with vLLM")
     add("--openvino-python", type=Path, help="interpreter of one with OpenVINO GenAI")
     add("--torch-index", help="package index with torch for CPUs only")
-    add("--vllm-env", action="append", default=[], metavar="NAME=VALUE", help="for vLLM's server")
+    add(
+        "--vllm-env", type=_variable, action="append", default=[], metavar="NAME=VALUE",
+        help="for vLLM's server",
+    )  # fmt: skip
     add("--logs", type=Path, help="keep what contestants print there")
     return parser
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if name and equals:
+        return name, value
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
 
 
 if __name__ == "__main__":

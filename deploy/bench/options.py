@@ -19,18 +19,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help="default: $PACELINE_API_KEY")
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
-        "--clients", type=_list_of(_count), default=[1], metavar="N,N",
+        "--clients", type=list_of(count), default=[1], metavar="N,N",
         help="closed loop: so many clients that never pause, a run for each number (1)",
     )  # fmt: skip
     load.add_argument(
-        "--rate", type=_list_of(_positive), metavar="R,R",
+        "--rate", type=list_of(positive), metavar="R,R",
         help="open loop: so many requests a second as a Poisson process, a run for each number",
     )  # fmt: skip
     parser.add_argument(
-        "--num-requests", type=_count, metavar="N",
+        "--num-requests", type=count, metavar="N",
         help="requests of a run (4 a client, at least 8; 32 with --rate)",
     )  # fmt: skip
-    parser.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="of an answer")
+    parser.add_argument("--max-tokens", type=count, default=128, metavar="N", help="of an answer")
     parser.add_argument(
         "--prompts", default="chat", metavar="chat|rewrite|FILE",
         help="questions, texts to rewrite (drafters by lookup like them), or a JSONL file (chat)",
@@ -48,31 +48,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="requests before each run that do not count (1 a client; 1 with --rate)",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", type=_positive, default=300.0, metavar="S",
+        "--timeout", type=positive, default=300.0, metavar="S",
         help="seconds that an answer may take (300)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-seconds", type=_positive, default=1800.0, metavar="S",
+        "--max-seconds", type=positive, default=1800.0, metavar="S",
         help="seconds that a run may take; what is open then is cut (1800)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
 
 
-def _list_of(read: Callable[[str], T]) -> Callable[[str], list[T]]:
+def list_of(read: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """An option's type: what `read` takes, comma-separated."""
     return lambda text: [read(part) for part in text.split(",")]
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """An option's type: a whole number from 1 on."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
 
 
 def _count_or_none(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return 0 if text == "0" else count(text)
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """An option's type: a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -83,7 +86,7 @@ def _positive(text: str) -> float:
 
 
 def _temperature(text: str) -> float:
-    return 0.0 if text in ("0", "0.0") else _positive(text)
+    return 0.0 if text in ("0", "0.0") else positive(text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -165,6 +165,23 @@ def test_a_missing_environment_is_named_with_what_makes_it(tmp_path: Path, capsy
     assert "no system else; there are paceline, vllm" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--clients", "1,a", "'a' is no number from 1 on"),
+        ("--rounds", "0", "'0' is no number from 1 on"),
+        ("--max-seconds", "-1", "'-1' is no number above 0"),
+        ("--vllm-env", "LD_PRELOAD", "'LD_PRELOAD' is not NAME=VALUE"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_option(
+    option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--out", "o.json", f"{option}={value}"])
+    assert f"argument {option}: {said}" in capsys.readouterr().err
+
+
 def test_an_environment_is_made_once_and_again_where_that_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
