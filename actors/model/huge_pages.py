@@ -1,7 +1,7 @@
 """Packed weights in huge pages, one behind the other.
 
-A step reads all weights once. In pages of 4 KiB it also reads 250 entries of page tables a megabyte,
-and what fetches memory ahead stops at each page's end.
+A step reads all weights once. In pages of 4 KiB it also reads 250 entries of page tables for each
+megabyte, and what fetches memory ahead stops at each page's end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def move_panels(model: nn.Module) -> None:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Memory, uint8, that the system is asked to back by huge pages; it is freed with the tensor."""
+    """Memory, uint8, that the system is asked to back by huge pages; freed with the tensor."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

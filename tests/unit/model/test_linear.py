@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
+from torch import nn
 
-from actors.model.linear import Format, PackedLinear, pack
+from actors.model import huge_pages
+from actors.model.linear import Format, PackedLinear, pack, pack_linears
+from actors.native import products
 
 
 @pytest.mark.parametrize("in_features", [64, 576, 1536, 3072, 8192])
@@ -43,3 +48,22 @@ def test_weights_that_came_as_bfloat16_take_two_bytes_and_give_the_same_bits() -
         theirs = PackedLinear(plain, None)(x[:rows])
         same = [i for i in range(90) if i != 3]
         assert torch.equal(ours[:, same], theirs[:, same]), rows
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages here")
+def test_panels_that_move_stay_what_they_are_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    model.table, model.head = nn.Embedding(90, 64), nn.Linear(64, 90, bias=False)
+    model.head.weight = model.table.weight
+    model.others = nn.ModuleList(nn.Linear(64, 40) for _ in range(3))
+    pack_linears(model)
+    x, ids = torch.randn(3, 64), torch.tensor([4, 89])
+    before = [model.head(x), model.table(ids), *(linear(x) for linear in model.others)]
+    old = model.head.panels.data_ptr()
+    monkeypatch.setattr(huge_pages, "_CHUNK_BYTES", 30_000)  # of several chunks
+    huge_pages.move_panels(model)
+    after = [model.head(x), model.table(ids), *(linear(x) for linear in model.others)]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert model.head.panels.data_ptr() != old
+    if products.load() is not None:
+        assert model.table.panels.data_ptr() == model.head.panels.data_ptr()
