@@ -88,6 +88,7 @@ class TargetRunner:
                 num_rows=num_rows,
                 columns=found.columns,
                 forward_ms=(time.perf_counter() - started) * 1e3,
+                gap_ms=found.gap_ms,
             ),
             found.taps,
         )

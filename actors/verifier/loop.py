@@ -100,6 +100,8 @@ class StepLoop:
         self._outbox: list[_Emission] = []
         self.after_delivery: Callable[[], None] = lambda: None
         self.draft_lost: str | None = None
+        # Whether the target's last forward was that of the step before: no idle time in between.
+        self._follows_step = False
         self.last_step_s = time.monotonic()
         self.limit_s = self._patience.limit_s(1)  # of the step in flight, or of the last one
 
@@ -134,6 +136,7 @@ class StepLoop:
         if step is None:
             if is_counted_on:
                 self._run_lockstep_dummy()
+            self._follows_step = False
             self.deliver()
             return False
         started = time.monotonic()
@@ -148,6 +151,9 @@ class StepLoop:
         self.stats.num_steps += 1
         self.stats.step_time_s.observe(self.last_step_s - started)
         self.stats.forward_time_s.observe(result.forward_ms / 1e3)
+        if self._follows_step and result.gap_ms is not None:
+            self.stats.forward_gap_s.observe(result.gap_ms / 1e3)
+        self._follows_step = True
         if step.plan.draft:
             self.stats.draft_time_s.observe(result.draft_ms / 1e3)
         if self._goodput is not None:
@@ -225,6 +231,7 @@ class StepLoop:
     def _run_dummy(self, num_rows: int = 1, most_rows: int = 1) -> None:
         self._send(self.scheduler.dummy_plan(self._generation, num_rows, most_rows))
         self._client.recv(self.limit_s)
+        self._follows_step = False
 
     @property
     def _is_lockstep(self) -> bool:
