@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +15,7 @@ from actors.sampling.rows import LogitsRow
 from actors.steps.messages import BlockDelta, Int32Array, SlotParams
 
 
-@dataclass(frozen=True, slots=True)
-class EntryRows:
+class EntryRows(NamedTuple):
     """Rows of one request: `token_ids` from position `start`; the last `num_logits` are sampled."""
 
     slot: int
@@ -24,8 +24,7 @@ class EntryRows:
     num_logits: int
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One request's rows in a batch: `count` from row `first` on, at positions from `start` on."""
 
     start: int
@@ -100,36 +99,39 @@ class SlotTables:
 
     def flatten(self, entries: list[EntryRows], device: torch.device, step: int = 0) -> FlatBatch:
         """Tensors for `entries` (at least one row in total, one entry a slot) of step `step`."""
-        counts = np.array([len(e.token_ids) for e in entries], dtype=np.int64)
-        num_rows = int(counts.sum())
-        total = padded_rows(num_rows)
-        query_start = np.zeros(len(entries) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        input_ids = np.zeros(total, dtype=np.int64)
-        positions = np.zeros(total, dtype=np.int64)
-        slots = np.full(total, -1, dtype=np.int64)
-        logits_indices: list[int] = []
         rows: list[LogitsRow] = []
         spans: dict[int, Span] = {}
-        for entry, first, count in zip(
-            entries, query_start[:-1].tolist(), counts.tolist(), strict=True
-        ):
-            where = np.arange(entry.start, entry.start + count)
-            input_ids[first : first + count] = entry.token_ids
-            positions[first : first + count] = where
-            blocks = self._table[entry.slot, where // self.block_size]
-            slots[first : first + count] = (
-                blocks.astype(np.int64) * self.block_size + where % self.block_size
-            )
+        firsts = [0]
+        ids: list[Int32Array] = []
+        for entry in entries:
+            first, count = firsts[-1], len(entry.token_ids)
+            ids.append(entry.token_ids)
+            firsts.append(first + count)
             spans[entry.slot] = Span(entry.start, first, count)
-            logits_indices += range(first + count - entry.num_logits, first + count)
             rows += self._logits_rows(entry, step)
-        table = self._table[[e.slot for e in entries]]
-        seq_lens = np.array([e.start + len(e.token_ids) for e in entries], dtype=np.int32)
+        num_rows, total = firsts[-1], padded_rows(firsts[-1])
+        # A column an entry: its slot, its first position, its rows without a logits row.
+        slot, start, silent = np.array(
+            [(e.slot, e.start, len(e.token_ids) - e.num_logits) for e in entries]
+        ).T
+        query_start = np.array(firsts, dtype=np.int32)
+        counts = np.diff(query_start)
+        owner = np.arange(len(entries)).repeat(counts)  # of each row
+        place = np.arange(num_rows) - query_start[owner]  # of each row in its entry
+        where = place + start[owner]
+        table = self._table[slot]
+        block, offset = np.divmod(where, self.block_size)
+        input_ids, positions, slots = np.zeros((3, total), dtype=np.int64)
+        np.concatenate(ids, out=input_ids[:num_rows])
+        positions[:num_rows] = where
+        slots[:num_rows] = table[owner, block] * np.int64(self.block_size) + offset
+        slots[num_rows:] = -1
+        logits_indices = (place >= silent[owner]).nonzero()[0]
+        seq_lens = (start + counts).astype(np.int32)
         return FlatBatch(
             torch.from_numpy(input_ids).to(device),
             torch.from_numpy(positions).to(device),
-            torch.tensor(logits_indices, dtype=torch.int64, device=device),
+            torch.from_numpy(logits_indices).to(device),
             AttentionBatch.from_host(HostBatch(query_start, seq_lens, table, slots), device),
             rows,
             spans,
