@@ -5,10 +5,11 @@ occurrences the earliest. Drafts never run past the known tokens.
 
 Each request keeps running sums of its tokens, each times a power of its position, so the hash of
 any window is a difference of two sums. Places where the shortest suffix occurred are found by
-comparing hashes, all at once; the longest match among them by looking at the tokens before each
-where they are few, else by bisection, since what matches n tokens matches fewer. So neither a wide window nor a text that repeats itself makes a step slow, and
-a prompt is hashed once, outside the step. Equal hashes are taken for equal tokens: were that ever
-wrong, a draft would be, and the target checks drafts.
+comparing hashes, all at once. The longest match among them is found by looking at the tokens before
+each where they are few, else by bisection, since what matches n tokens matches fewer. So neither a
+wide window nor a text that repeats itself makes a step slow, and a prompt is hashed once, outside
+the step. Equal hashes are taken for equal tokens: were that ever wrong, a draft would be, and the
+target checks drafts.
 """
 
 from __future__ import annotations
