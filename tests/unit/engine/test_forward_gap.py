@@ -5,18 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 
+from actors.model.forward_clock import ForwardClock
 from actors.requests import GenerateRequest, RunOutput
 from actors.startup.in_process import build_in_process
+from actors.steps.client import InProcessStepClient
 from actors.steps.messages import RowStats, Stat, StepPlan, token_array
 from actors.steps.protocols import Verified
 from actors.steps.target_step import TargetStep
+from actors.verifier.calibration import Calibration
 from actors.verifier.engine import VerifierEngine
+from actors.verifier.goodput import Goodput
 from specconfig import EngineArgs
 from tests.tiny import write_tiny_model
+from tests.unit.engine import fakes
 
 NUM_TOKENS = 5
 SLOW_S = 0.05
@@ -123,3 +130,81 @@ def test_it_travels_with_the_result(gap_ms):
     sent = RowStats(3, token_array([1]), columns, None, None, 2.0, 1.0, gap_ms)
     got = RowStats.unpack(sent.pack())
     assert (got.forward_ms, got.draft_ms, got.gap_ms) == (2.0, 1.0, gap_ms)
+
+
+class Noting(InProcessStepClient):
+    """Notes when a plan leaves and when its result is there."""
+
+    def __init__(self, target, notes):
+        super().__init__(target)
+        self.notes = notes
+
+    def send(self, plan):
+        self.notes.append("plan")
+        super().send(plan)
+
+    def recv(self, timeout_s, mask_source=None):
+        result = super().recv(timeout_s, mask_source)
+        self.notes.append("result")
+        return result
+
+
+def test_the_next_plan_waits_for_nobody_who_counts_learns_or_reads(monkeypatch):
+    notes, script = [], fakes.whole()
+    learn = Goodput.observe_run
+    monkeypatch.setattr(Goodput, "observe_run", lambda *args: (notes.append("learn"), learn(*args)))
+    monkeypatch.setattr(Calibration, "next_rows", lambda self: None)
+    limits = fakes.make_limits(3, follows_goodput=True)
+    client = Noting(fakes.ScriptedTarget(limits, script), notes)
+    engine = VerifierEngine(limits, client, drafter=fakes.FakeLookup(fakes.mixed(script)))
+    done, seen = threading.Event(), []
+
+    def sink(run):
+        seen.append((engine.stats.num_output_tokens, run.num_output_tokens))
+        notes.append("read")
+        if run.finish_reason is not None:
+            done.set()
+
+    engine.add_request(fakes.request("a", [1, 2, 3], max_tokens=30, ignore_eos=True), sink)
+    assert done.wait(10)
+    engine.stop()
+    order = [note for note, _ in groupby(notes)]
+    first = order.index("learn") - 2  # of a prompt nothing is learnt
+    assert order[first : first + 8] == ["result", "plan", "learn", "read"] * 2
+    # Whoever reads a run finds it counted.
+    assert all(counted == emitted for counted, emitted in seen)
+
+
+class Event:
+    """A CUDA event of a stream: work is put in at `now`, and has been done up to `reached`."""
+
+    now = reached = 0.0
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+        self.at = None
+
+    def record(self):
+        self.at = Event.now
+
+    def query(self):
+        return self.at <= Event.reached
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_on_cuda_it_is_what_the_stream_says(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = ForwardClock(torch.device("cuda"))
+    Event.now = 10.0
+    clock.begin()
+    assert clock.gap_ms() is None  # the first
+    Event.now = 15.0
+    clock.end()
+    Event.now, Event.reached = 17.5, 16.0
+    clock.begin()
+    clock.end()
+    assert clock.gap_ms() is None  # the stream is not there yet
+    Event.reached = 20.0
+    assert clock.gap_ms() == 2.5
