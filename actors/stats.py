@@ -10,6 +10,9 @@ _LATENCY_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
     30.0, 60.0,
 )  # fmt: skip
+_GAP_BUCKETS_S = (
+    0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.025, 0.1, 1.0,
+)  # fmt: skip
 
 
 class HistogramSnapshot(TypedDict):
@@ -92,6 +95,7 @@ class EngineStats:
         self.request_latency_s = Histogram()
         self.step_time_s = Histogram()
         self.forward_time_s = Histogram()
+        self.forward_gap_s = Histogram(_GAP_BUCKETS_S)
         self.draft_time_s = Histogram()
         self.dp_wait_s = Histogram()
 

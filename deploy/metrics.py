@@ -114,6 +114,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "The target's forward and reduction to row statistics, per step.",
     ),
     MetricSpec(
+        "paceline_forward_gap_seconds",
+        "histogram",
+        "forward_gap_s",
+        "From the end of a forward of the target to the start of the next, where there was work "
+        "throughout: what planning, sampling, acceptance and transport add to a step. Drafting "
+        "with a model is not counted.",
+    ),
+    MetricSpec(
         "paceline_draft_time_seconds",
         "histogram",
         "draft_time_s",
@@ -331,6 +339,10 @@ def render(reports: Iterable[ReplicaReport]) -> str:
     return generate_latest(registry).decode()
 
 
+def _listed(bounds: Sequence[float]) -> str:
+    return ", ".join(f"{bound:g}" for bound in bounds)
+
+
 def as_markdown() -> str:
     """The table as docs/METRICS.md has it."""
     lines = [
@@ -345,9 +357,12 @@ def as_markdown() -> str:
     for spec in METRICS:
         label = f"`{spec.label}`" if spec.label else ""
         lines.append(f"| `{spec.name}` | {spec.kind} | {label} | {spec.help} |")
-    bounds: Any = EngineStats().snapshot()["step_time_s"]
-    listed = ", ".join(f"{bound:g}" for bound in bounds["bounds"])
-    lines += ["", f"Histogram buckets, in seconds: {listed}."]
+    stats: dict[str, Any] = EngineStats().snapshot()
+    common = stats["step_time_s"]["bounds"]
+    lines += ["", f"Histogram buckets, in seconds: {_listed(common)}."]
+    for spec in METRICS:
+        if spec.kind == "histogram" and (bounds := stats[spec.source]["bounds"]) != common:
+            lines.append(f"Those of `{spec.name}`: {_listed(bounds)}.")
     return "\n".join(lines) + "\n"
 
 

@@ -21,11 +21,10 @@ class ExactMatch:
     def __call__(self, rows: VerifyRows) -> Verdict:
         num_drafts, sampled = rows.num_drafts, rows.sampled
         num_reqs = len(num_drafts)
+        if num_reqs == len(sampled):  # nobody has a draft
+            return Verdict(np.zeros(num_reqs, dtype=np.int32), sampled)
         first_row = np.zeros(num_reqs, dtype=np.int32)
         np.cumsum(num_drafts[:-1] + 1, out=first_row[1:])
-        if len(rows.draft_ids) == 0:
-            return Verdict(np.zeros(num_reqs, dtype=np.int32), sampled[first_row])
-
         k = int(num_drafts.max())
         columns = np.arange(k, dtype=np.int32)
         is_draft = columns < num_drafts[:, None]  # [num_reqs, K]

@@ -219,6 +219,24 @@ class _Call:
     batch: _Batch
 
 
+_Pointers = ctypes.Array[ctypes.c_void_p]
+
+
+@dataclass(slots=True)
+class _Stack:
+    """Layers that run in one call, an item each, as `run_layers` of linear.c takes them. `batch`:
+    of the first. `most_counters`, `space`: what the one that needs most needs."""
+
+    batch: _Batch
+    layers: _Pointers
+    weights: _Pointers
+    ins: _Pointers
+    rows: _Pointers
+    outs: _Pointers
+    most_counters: int
+    space: int
+
+
 class LayerCompiler:
     """Replaces the forward of decoder layers by compiled code, compiled on first use.
 
@@ -258,6 +276,7 @@ class LayerCompiler:
         self._pending: list[_Call] = []
         self._space = torch.empty(0)
         self._between: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stacks: dict[int, _Stack] = {}  # of all layers, by the rows of a decode step
         for index, layer in enumerate(self._layers):
             self._install_one(index, layer)
 
@@ -314,14 +333,28 @@ class LayerCompiler:
             for layer in self._layers:
                 states = type(layer).forward(layer, states, *args, **kwargs)
             return states
-        batch, between = _Batch(args, kwargs), self._states_between(states)
-        out, final = states, torch.empty_like(states)
-        for index in range(len(self._layers)):
-            states, out = out, between[index % 2]
-            self._pending.append(_Call(index, states, out, batch))
-        self._pending[-1].out = final
-        self._run_pending()
-        return final
+        num_rows = states.shape[1]
+        stack = self._stacks.get(num_rows)
+        if stack is None:
+            stack = self._stack(states, _Batch(args, kwargs))
+            if num_rows <= _FEW_ROWS:
+                self._stacks[num_rows] = stack
+        else:
+            stack.batch.take(args, kwargs)
+        out = torch.empty_like(states)
+        stack.ins[0], stack.outs[-1] = states.data_ptr(), out.data_ptr()
+        self._run_stack(stack, num_rows)
+        return out
+
+    def _stack(self, states: Tensor, batch: _Batch) -> _Stack:
+        """All layers over states of this shape, each reading what the one before wrote."""
+        between = self._states_between(states)
+        outs = [between[index % 2] for index in range(len(self._layers))]
+        calls = [
+            _Call(index, before, out, batch)
+            for index, (before, out) in enumerate(zip([states, *outs], outs, strict=False))
+        ]
+        return self._stack_of(calls)
 
     def _states_between(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Where a layer's states lie until the next one has read them, by turns."""
@@ -333,9 +366,10 @@ class LayerCompiler:
         return self._between[num_rows]
 
     def _run_pending(self) -> None:
-        lib = products.load()
-        assert lib is not None
         calls, self._pending = self._pending, []
+        self._run_stack(self._stack_of(calls), calls[0].states.shape[1])
+
+    def _stack_of(self, calls: list[_Call]) -> _Stack:
         count = len(calls)
         layers, weights, ins, rows, outs = ((ctypes.c_void_p * count)() for _ in range(5))
         most_counters = space = 0
@@ -348,13 +382,19 @@ class LayerCompiler:
             rows[i] = call.batch.address
             most_counters = max(most_counters, installed.function.num_counters)
             space = max(space, installed.function.space)
-        num_rows, batch = calls[0].states.shape[1], calls[0].batch
-        if len(self._space) < num_rows * space:
-            self._space = torch.empty(num_rows * space)
-        counters = (ctypes.c_int64 * (count * most_counters))()
+        return _Stack(calls[0].batch, layers, weights, ins, rows, outs, most_counters, space)
+
+    def _run_stack(self, stack: _Stack, num_rows: int) -> None:
+        lib = products.load()
+        assert lib is not None
+        if len(self._space) < num_rows * stack.space:
+            self._space = torch.empty(num_rows * stack.space)
+        count, batch = len(stack.layers), stack.batch
+        counters = (ctypes.c_int64 * (count * stack.most_counters))()
         failed = lib.run_layers(
-            count, layers, weights, ins, rows, outs, counters, most_counters, num_rows,
-            batch.num_reqs, batch.max_blocks, self._space.data_ptr(), torch.get_num_threads(),
+            count, stack.layers, stack.weights, stack.ins, stack.rows, stack.outs, counters,
+            stack.most_counters, num_rows, batch.num_reqs, batch.max_blocks,
+            self._space.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if failed:
             raise MemoryError("paged attention: no scratch memory")
@@ -413,12 +453,17 @@ class _Batch:
     """What a step's layers are called with besides their states; layers with the same share it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._pointers = (ctypes.c_void_p * len(_row_tensors(args, kwargs)))()
+        self.address = ctypes.addressof(self._pointers)
+        self.take(args, kwargs)
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Be what layers are called with now; `address` stays."""
         self._args, self._kwargs = args, kwargs
         self._kept = [x.contiguous() for x in _row_tensors(args, kwargs)]
-        self._pointers = (ctypes.c_void_p * len(self._kept))(*(x.data_ptr() for x in self._kept))
-        self.address = ctypes.addressof(self._pointers)
-        self.num_reqs = kwargs["seq_lens"].shape[0]
-        self.max_blocks = kwargs["block_table"].shape[1]
+        self._pointers[:] = [x.data_ptr() for x in self._kept]  # type: ignore[assignment]
+        self.num_reqs: int = kwargs["seq_lens"].shape[0]
+        self.max_blocks: int = kwargs["block_table"].shape[1]
 
     def is_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return (

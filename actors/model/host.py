@@ -9,6 +9,7 @@ from torch import Tensor
 
 from actors.errors import LoadError
 from actors.kvcache.sizing import KVLayers
+from actors.model.forward_clock import ForwardClock
 from actors.model.inputs import EntryRows, SlotTables
 from actors.model.paged_lm import PagedCausalLM
 from actors.model.taps import Taps, TapSpec
@@ -23,10 +24,14 @@ from specconfig.model import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What one forward gave: `columns` by `Stat`, an item a logits row, and its states."""
+    """What one forward gave: `columns` by `Stat`, an item a logits row, and its states.
+
+    `gap_ms`: since the forward before, as `ForwardClock` has it.
+    """
 
     columns: Columns
     taps: Taps | None
+    gap_ms: float | None
 
 
 def load_target(
@@ -112,6 +117,7 @@ class ModelHost:
         self.tables = self._new_tables()
         self._steady_rows = steady_rows
         self._sampler = Sampler(model.group, model.vocab, vocab_size, needs)
+        self._clock = ForwardClock(model.device)
 
     def _new_tables(self) -> SlotTables:
         return SlotTables(
@@ -183,6 +189,8 @@ class ModelHost:
             q: float32 [rows with a draft, this rank's columns]: laws that drafts came from.
         """
         batch = self.tables.flatten(entries, self.device, step)
+        self._clock.begin()
         out = self.model.forward(batch)
+        self._clock.end()
         found = self._sampler.sample(out.logits, batch.rows, masks=masks, q=q)
-        return Forward(found, out.taps)
+        return Forward(found, out.taps, self._clock.gap_ms())

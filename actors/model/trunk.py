@@ -157,8 +157,13 @@ class Trunk:
         if self._exchange is not None:
             self._exchange.begin(len(batch.input_ids), self.device)
         wanted = batch.logits_indices
-        # The head needs at least one row; it is dropped again when none was asked for.
-        keep = wanted if len(wanted) else torch.zeros(1, dtype=torch.int64, device=self.device)
+        # The head needs at least one row; it is dropped again when none was asked for. 0: all rows,
+        # without a copy of their states.
+        keep: Tensor | int = wanted
+        if len(wanted) == len(batch.input_ids):
+            keep = 0
+        elif not len(wanted):
+            keep = torch.zeros(1, dtype=torch.int64, device=self.device)
         out = self.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],

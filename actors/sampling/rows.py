@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -13,8 +12,7 @@ from actors.steps.messages import Int32Array, SlotParams
 GREEDY_TEMPERATURE = 1e-5
 
 
-@dataclass(frozen=True, slots=True)
-class LogitsRow:
+class LogitsRow(NamedTuple):
     """Whose row it is, and the position of the token that it samples.
 
     `draft_id`: the draft token that took this position, -1 where there is none (the bonus row).
@@ -34,6 +32,11 @@ class LogitsRow:
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked of its logits but which is the largest."""
+        return self.params.num_logprobs < 0 and self.is_greedy
 
     @property
     def is_masked(self) -> bool:

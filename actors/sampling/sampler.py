@@ -110,12 +110,14 @@ class Sampler:
         raw_logits = self._columns(logits)
         vocab = self._vocab
         changed = processed(raw_logits, rows, vocab, masks, self._processors)
-        laws = RowLaws.of(rows)
         plain = ShardedScores(local_scores(changed, vocab), self._group)
         best, sampled, start = plain.best()
         is_valid = np.isfinite(best)
         sampled = np.where(is_valid, sampled, INVALID_SAMPLE)
+        if not self._needs and all(row.is_plain for row in rows):
+            return {Stat.SAMPLED: sampled.astype(np.int32)}
 
+        laws = RowLaws.of(rows)
         scores = plain.rows(plain.local.index, laws.temperature)
         top = best / laws.temperature
         lowest = laws.lowest(scores, top, self._vocab_size)

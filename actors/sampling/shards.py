@@ -95,6 +95,8 @@ class ShardedScores:
         self, values_M: npt.NDArray[Any], columns_M: Int64Array
     ) -> tuple[Float64Array, Int64Array]:
         """The largest of the ranks' values and its id; equal ones: the lowest."""
+        if self.group.size == 1:
+            return values_M.astype(np.float64), self.local.vocab.ids[columns_M]
         pairs = np.stack([values_M, self.local.vocab.ids[columns_M]], -1, dtype=np.float64)
         pairs = self.from_all(pairs)
         values, ids = pairs[..., 0], pairs[..., 1]

@@ -295,6 +295,8 @@ class RowStats:
     for them. `drafts`: what a drafter gave in this step, None when the plan asked for none.
     `draft_lost`: why the drafts are missing; the step itself is valid without them. An entry
     whose pending drafts came short has correspondingly fewer rows: `num_rows` [entries].
+    `gap_ms`: from the end of the target's forward before to the start of this one, drafting in
+    between left out; None where it is not known.
     """
 
     step: int
@@ -304,6 +306,7 @@ class RowStats:
     draft_lost: str | None = None
     forward_ms: float = 0.0
     draft_ms: float = 0.0
+    gap_ms: float | None = None
 
     @property
     def sampled(self) -> Int32Array:
@@ -320,19 +323,19 @@ class RowStats:
                 self.draft_lost,
                 self.forward_ms,
                 self.draft_ms,
+                self.gap_ms,
             ]
         )
         return packed
 
     @classmethod
     def unpack(cls, raw: bytes) -> RowStats:
-        step, num_rows, columns, drafts, lost, forward_ms, draft_ms = msgpack.unpackb(raw)
+        step, num_rows, columns, drafts, lost, *timings = msgpack.unpackb(raw)
         return cls(
             step,
             _ids(num_rows),
             {name: _unpack_array(column) for name, column in columns.items()},
             DraftTokens.unpack(drafts) if drafts is not None else None,
             lost,
-            forward_ms,
-            draft_ms,
+            *timings,
         )

@@ -49,6 +49,7 @@ class TargetStep:
     def __init__(self, target: TargetRunnerLike, source: DraftSource | None = None) -> None:
         self._target = target
         self._source = source
+        self._absorb_ms = 0.0  # of the last step
 
     def run(self, plan: StepPlan, mask_source: MaskSource | None = None) -> RowStats:
         """Run the plan. `mask_source` is asked in two-phase steps, once the drafts are known."""
@@ -68,13 +69,17 @@ class TargetStep:
         if proposal is None and plan.draft:
             proposal = Proposal(no_drafts(plan))
         verified = self._target.run(plan, proposal, masks)
+        stats = verified.stats
+        if stats.gap_ms is not None:
+            stats = replace(stats, gap_ms=max(stats.gap_ms - self._absorb_ms - draft_ms, 0.0))
         if self._source is not None:
             started = time.perf_counter()
             self._source.absorb(plan, verified)
-            draft_ms += (time.perf_counter() - started) * 1e3
+            self._absorb_ms = (time.perf_counter() - started) * 1e3
+            draft_ms += self._absorb_ms
         if lost is None and drafts is None:
-            return verified.stats
-        return replace(verified.stats, drafts=drafts, draft_lost=lost, draft_ms=draft_ms)
+            return stats
+        return replace(stats, drafts=drafts, draft_lost=lost, draft_ms=draft_ms)
 
     def close(self) -> None:
         """Close the source. Idempotent."""

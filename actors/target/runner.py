@@ -67,15 +67,15 @@ class TargetRunner:
         self.host.take(plan)
         pending = _drafts_by_slot(plan, proposal.tokens if proposal is not None else None)
         entries: list[EntryRows] = []
-        num_rows = np.zeros(len(plan.target), dtype=np.int32)
-        for i, entry in enumerate(plan.target):
+        num_rows: list[int] = []
+        for entry in plan.target:
             ids, missing = entry.token_ids, 0
             if entry.num_pending_drafts:
                 arrived = pending.get(entry.slot, token_array([]))[: entry.num_pending_drafts]
                 missing = entry.num_pending_drafts - len(arrived)
                 ids = np.concatenate([ids, arrived])
-            num_rows[i] = entry.num_logits - missing if entry.num_logits else 0
-            entries.append(EntryRows(entry.slot, entry.start, ids, int(num_rows[i])))
+            num_rows.append(entry.num_logits - missing if entry.num_logits else 0)
+            entries.append(EntryRows(entry.slot, entry.start, ids, num_rows[-1]))
         found = self.host.run(
             entries,
             step=plan.step,
@@ -85,9 +85,10 @@ class TargetRunner:
         return Verified(
             RowStats(
                 step=plan.step,
-                num_rows=num_rows,
+                num_rows=token_array(num_rows),
                 columns=found.columns,
                 forward_ms=(time.perf_counter() - started) * 1e3,
+                gap_ms=found.gap_ms,
             ),
             found.taps,
         )

@@ -92,14 +92,22 @@ class AcceptanceRates:
 
     def of(self, request: RequestRates, num_drafts: int) -> list[float]:
         """The rate of each of `num_drafts` positions, if those before it hold."""
-        if self._is_stale:
-            # Once a step is enough: not with every request's outcome.
-            self._odds.clear()
-            self._is_stale = False
+        self.refresh()
         shift = request.shift
         return [
             1 / (1 + math.exp(-odds - shift)) for odds in self._log_odds(request.level)[:num_drafts]
         ]
+
+    def refresh(self) -> None:
+        """Have the rates follow what was observed. Once a step is enough: not with every
+        request's outcome."""
+        if not self._is_stale:
+            return
+        levels = list(self._odds)
+        self._odds.clear()
+        self._is_stale = False
+        for level in levels:
+            self._log_odds(level)
 
     @property
     def overall(self) -> list[float]:

@@ -196,6 +196,11 @@ class Goodput:
         if self._drafts_in_step and (longest_draft or self._always_feeds):
             self._drafting.observe(longest_draft, drafting_s)
 
+    def prepare(self) -> None:
+        """Work out now what the next choice would have to."""
+        self.rates.refresh()
+        self.cost.refresh()
+
     def report(self, stats: EngineStats) -> None:
         """Show what K is chosen by."""
         stats.num_goodput_probes = self.num_probes
@@ -209,20 +214,22 @@ class Goodput:
         num_sent: int,
         num_accepted: int,
         run: Sequence[int],
+        level: int,
     ) -> None:
         """A request's step gave `run`: `num_accepted` of `num_sent` drafts and one token more.
 
-        `drafts`: those at hand, sent or not; none where they came in the step.
+        `drafts`: those at hand, sent or not; none where they came in the step. `level`: the
+        confidence in them.
         """
         num_right, num_tried = num_accepted, min(num_accepted + 1, num_sent)
         if num_accepted == num_sent < len(drafts):
             num_tried += 1
             num_right += int(drafts[num_sent]) == run[num_sent]
-        self.rates.observe(of, of.level, 0, num_right, num_tried)
+        self.rates.observe(of, level, 0, num_right, num_tried)
         if of.watched is not None:
             self._watch(of, run)
         elif num_right == num_tried < len(drafts):
-            of.watched, of.watched_level, of.num_watched = drafts, of.level, num_tried
+            of.watched, of.watched_level, of.num_watched = drafts, level, num_tried
         if not num_tried and of.watched is None:
             self.rates.miss(of)
 

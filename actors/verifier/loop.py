@@ -1,21 +1,24 @@
 """The step loop: schedule, send, deliver what the last step gave, receive, accept, commit, propose.
 
-Output of step n is decoded and delivered while the workers run step n + 1. What one request's
-data does wrong ends that request; only a failing step ends the loop.
+Between a step's result and the next plan stands only what that plan depends on. All else, counting
+what step n gave, learning from it, decoding and delivering its output, is done while the workers
+run step n + 1. What one request's data does wrong ends that request; only a failing step ends the
+loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from actors.acceptance.base import AcceptanceMethod, Columns, VerifyRows
 from actors.acceptance.exact import ExactMatch
 from actors.errors import EngineDead
-from actors.requests import FinishReason, RunOutput, SpeculationStats, TokenLogprob
+from actors.requests import FinishReason, RunOutput, TokenLogprob
 from actors.sampling.uniforms import Stream, uniforms
 from actors.stats import EngineStats
 from actors.steps.messages import (
@@ -30,7 +33,7 @@ from actors.steps.patience import StepPatience
 from actors.steps.protocols import LookupDrafter, MaskSource, StepClient
 from actors.verifier.calibration import Calibration
 from actors.verifier.drafts import legal_prefix
-from actors.verifier.finish import decode_run, end_run
+from actors.verifier.finish import RunEnd, decode_run, end_run
 from actors.verifier.goodput import Goodput
 from actors.verifier.limits import EngineLimits
 from actors.verifier.request import Request, RequestStatus
@@ -41,20 +44,45 @@ from parallel.gang.member import GangMember
 _REPORT_INTERVAL = 16
 
 
-@dataclass(slots=True)
-class _Emission:
-    """A committed run on its way to the sink. `text` None: still to be decoded."""
+class _Verified(NamedTuple):
+    """A request's part in a step, to be counted and learnt from.
+
+    `run`: what came of it, before a stop trimmed it: `num_accepted` of `num_drafts` and one token.
+    `drafts`: those that were at hand, `level` the confidence in them.
+    """
+
+    run: list[int]
+    num_drafts: int
+    num_accepted: int
+    is_decoding: bool
+    drafts: Int32Array
+    level: int
+
+
+class _Emission(NamedTuple):
+    """A committed run on its way to the sink: `token_ids`, the first `num_accepted` drafts.
+
+    `rows`: the step's statistics and the first of its rows that is the run's. `part` None: nothing
+    is left to be counted.
+    """
 
     request: Request
-    token_ids: tuple[int, ...]
-    accepted: tuple[bool, ...]
-    logprobs: tuple[TokenLogprob, ...] | None
-    num_output_tokens: int
-    speculation: SpeculationStats
-    text: str | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    token_ids: list[int]
+    num_accepted: int
+    end: RunEnd
+    rows: tuple[RowStats, int] | None = None
+    part: _Verified | None = None
     error: str | None = None
+
+
+class _Timing(NamedTuple):
+    """A step that ran, and its seconds: with planning, and from its plan on."""
+
+    step: ScheduledStep
+    result: RowStats
+    with_planning_s: float
+    seconds: float
+    follows_step: bool
 
 
 class StepLoop:
@@ -97,9 +125,13 @@ class StepLoop:
         self._patience = patience if patience is not None else StepPatience()
         self._generation = generation
         self._gang = gang
+        # What the last step gave, until the next one is under way.
         self._outbox: list[_Emission] = []
+        self._timing: _Timing | None = None
         self.after_delivery: Callable[[], None] = lambda: None
         self.draft_lost: str | None = None
+        # Whether the target's last forward was that of the step before: no idle time in between.
+        self._follows_step = False
         self.last_step_s = time.monotonic()
         self.limit_s = self._patience.limit_s(1)  # of the step in flight, or of the last one
 
@@ -134,6 +166,7 @@ class StepLoop:
         if step is None:
             if is_counted_on:
                 self._run_lockstep_dummy()
+            self._follows_step = False
             self.deliver()
             return False
         started = time.monotonic()
@@ -143,15 +176,10 @@ class StepLoop:
         self.deliver()
         result = self._client.recv(self.limit_s, self._mask_source)
         self._take(step, result)
-        self.last_step_s = time.monotonic()
-        self._patience.observe(step.plan.num_rows, self.last_step_s - started)
-        self.stats.num_steps += 1
-        self.stats.step_time_s.observe(self.last_step_s - started)
-        self.stats.forward_time_s.observe(result.forward_ms / 1e3)
-        if step.plan.draft:
-            self.stats.draft_time_s.observe(result.draft_ms / 1e3)
-        if self._goodput is not None:
-            self._observe_goodput(self._goodput, step, self.last_step_s - began, result)
+        self.last_step_s = now = time.monotonic()
+        self._patience.observe(step.plan.num_rows, now - started)
+        self._timing = _Timing(step, result, now - began, now - started, self._follows_step)
+        self._follows_step = True
         return True
 
     def calibrate(self) -> bool:
@@ -225,6 +253,7 @@ class StepLoop:
     def _run_dummy(self, num_rows: int = 1, most_rows: int = 1) -> None:
         self._send(self.scheduler.dummy_plan(self._generation, num_rows, most_rows))
         self._client.recv(self.limit_s)
+        self._follows_step = False
 
     @property
     def _is_lockstep(self) -> bool:
@@ -240,15 +269,6 @@ class StepLoop:
         limit_s = self._longest_s if self._is_lockstep else self._patience.limit_s(plan.num_rows)
         self.limit_s = limit_s
         self._client.send(replace(plan, limit_s=limit_s))
-
-    def _observe_goodput(
-        self, goodput: Goodput, step: ScheduledStep, seconds: float, result: RowStats
-    ) -> None:
-        if step.has_decoding_only:
-            longest = max(part.num_drafts for part in step.scheduled)
-            goodput.observe_step(step.plan.num_target_rows, seconds, longest, result.draft_ms / 1e3)
-        if self.stats.num_steps % _REPORT_INTERVAL == 0:
-            goodput.report(self.stats)
 
     # --- result of a step -------------------------------------------------------------------
 
@@ -351,36 +371,19 @@ class StepLoop:
             )
         end = end_run(request.rules, request.num_output_tokens, run, request.text)
         kept = run[: end.num_tokens]
-        num_kept_drafts = min(num_accepted, end.num_tokens)
-        logprobs = None
-        if request.params.num_logprobs >= 0:
-            logprobs = _logprobs(result, first_row, kept, request.params.num_logprobs)
         request.append(kept)
-        self._tell(lambda d: d.observe(request.number, request.token_ids, len(kept)))
-        request.counts.observe(num_drafts, num_kept_drafts)
-        self.stats.num_output_tokens += len(kept)
-        self.stats.observe_drafts(num_drafts, num_kept_drafts)
-        if part.is_decoding:
-            self.stats.observe_k(num_drafts)
-            if self._goodput is not None:
-                drafts = request.drafts
-                self.stats.num_unsent_draft_tokens += max(len(drafts) - num_drafts, 0)
-                self._goodput.observe_run(request.rates, drafts, num_drafts, num_accepted, run)
+        if self._drafter is not None:
+            self._tell(lambda d: d.observe(request.number, request.token_ids, len(kept)))
+        verified = _Verified(
+            run, num_drafts, num_accepted, part.is_decoding, request.drafts, request.rates.level
+        )
         self.scheduler.commit(part, num_accepted, num_drafts)
         if end.finish_reason is not None:
             self._leave(request)
             self._count_end(end.finish_reason.value)
         self._outbox.append(
             _Emission(
-                request,
-                tuple(kept),
-                (True,) * num_kept_drafts + (False,) * (len(kept) - num_kept_drafts),
-                logprobs,
-                request.num_output_tokens,
-                request.counts.snapshot(),
-                end.text,
-                end.finish_reason,
-                end.stop_reason,
+                request, kept, min(num_accepted, len(kept)), end, (result, first_row), verified
             )
         )
 
@@ -421,7 +424,13 @@ class StepLoop:
     # --- delivery ---------------------------------------------------------------------------
 
     def deliver(self) -> None:
-        """Decode what is committed and hand it to the sinks."""
+        """Count what is committed and learn from it; then decode it and hand it to the sinks."""
+        for emission in self._outbox:
+            if emission.part is not None:
+                self._count(emission, emission.part)
+        if self._timing is not None:
+            self._count_step(self._timing)
+            self._timing = None
         if self._outbox:
             while self._outbox:
                 self._hand_out()
@@ -442,8 +451,45 @@ class StepLoop:
                     message = f"request {request.params.request_id}: {error!r}"
                     if request.status is not RequestStatus.FINISHED:
                         self.abort(request, message)
-                    elif emission.finish_reason is not None:
+                    elif emission.end.finish_reason is not None:
                         self._outbox.append(_closing(request, message))
+
+    def _count(self, emission: _Emission, part: _Verified) -> None:
+        request, stats = emission.request, self.stats
+        request.counts.observe(part.num_drafts, emission.num_accepted)
+        stats.num_output_tokens += len(emission.token_ids)
+        stats.observe_drafts(part.num_drafts, emission.num_accepted)
+        if not part.is_decoding:
+            return
+        stats.observe_k(part.num_drafts)
+        if self._goodput is not None:
+            stats.num_unsent_draft_tokens += max(len(part.drafts) - part.num_drafts, 0)
+            self._goodput.observe_run(
+                request.rates, part.drafts, part.num_drafts, part.num_accepted, part.run, part.level
+            )
+
+    def _count_step(self, timing: _Timing) -> None:
+        step, result, stats = timing.step, timing.result, self.stats
+        stats.num_steps += 1
+        stats.step_time_s.observe(timing.seconds)
+        stats.forward_time_s.observe(result.forward_ms / 1e3)
+        if timing.follows_step and result.gap_ms is not None:
+            stats.forward_gap_s.observe(result.gap_ms / 1e3)
+        if step.plan.draft:
+            stats.draft_time_s.observe(result.draft_ms / 1e3)
+        if self._goodput is None:
+            return
+        if step.has_decoding_only:
+            longest = max(part.num_drafts for part in step.scheduled)
+            self._goodput.observe_step(
+                step.plan.num_target_rows,
+                timing.with_planning_s,
+                longest,
+                result.draft_ms / 1e3,
+            )
+        self._goodput.prepare()
+        if stats.num_steps % _REPORT_INTERVAL == 0:
+            self._goodput.report(stats)
 
     def _observe_latency(self, request: Request, emission: _Emission, now: float) -> None:
         num_tokens = len(emission.token_ids)
@@ -455,7 +501,7 @@ class StepLoop:
                 gap = now - request.last_token_s
                 self.stats.inter_token_latency_s.observe(gap / num_tokens, num_tokens)
             request.last_token_s = now
-        if emission.finish_reason is not None:
+        if emission.end.finish_reason is not None:
             self.stats.request_latency_s.observe(now - request.arrival_s)
 
 
@@ -471,25 +517,21 @@ def _goodput(limits: EngineLimits, drafter: LookupDrafter | None) -> Goodput | N
 
 
 def _closing(request: Request, error: str | None) -> _Emission:
-    return _Emission(
-        request,
-        (),
-        (),
-        () if request.params.num_logprobs >= 0 else None,
-        request.num_output_tokens,
-        request.counts.snapshot(),
-        text="",
-        finish_reason=FinishReason.ABORT,
-        error=error,
-    )
+    end = RunEnd(0, FinishReason.ABORT, text="")
+    return _Emission(request, [], 0, end, error=error)
 
 
-def _logprobs(
-    result: RowStats, first_row: int, token_ids: Sequence[int], num_top: int
-) -> tuple[TokenLogprob, ...]:
+def _logprobs(emission: _Emission) -> tuple[TokenLogprob, ...] | None:
+    """Of the run's tokens; None: the request asks for none."""
+    num_top = emission.request.params.num_logprobs
+    if num_top < 0:
+        return None
+    if emission.rows is None:
+        return ()
     items = []
+    result, first_row = emission.rows
     columns = result.columns
-    for row, token_id in enumerate(token_ids, first_row):
+    for row, token_id in enumerate(emission.token_ids, first_row):
         top: tuple[tuple[int, float], ...] = ()
         if num_top > 0:
             ids = columns[Stat.TOP_IDS][row, :num_top].tolist()
@@ -499,25 +541,24 @@ def _logprobs(
 
 
 def _output(emission: _Emission) -> RunOutput:
-    request = emission.request
-    text = emission.text
+    request, end, token_ids = emission.request, emission.end, tuple(emission.token_ids)
+    text = end.text
     if text is None:
         text = ""
         if request.text is not None:
-            text = decode_run(
-                request.rules, emission.token_ids, emission.finish_reason, request.text
-            )
+            text = decode_run(request.rules, token_ids, end.finish_reason, request.text)
+    num_accepted = emission.num_accepted
     return RunOutput(
         request_id=request.params.request_id,
-        token_ids=emission.token_ids,
+        token_ids=token_ids,
         text=text,
-        accepted=emission.accepted,
-        logprobs=emission.logprobs,
+        accepted=(True,) * num_accepted + (False,) * (len(token_ids) - num_accepted),
+        logprobs=_logprobs(emission),
         num_prompt_tokens=request.prompt_len,
         num_cached_tokens=request.num_cached_tokens or 0,
-        num_output_tokens=emission.num_output_tokens,
-        finish_reason=emission.finish_reason,
-        stop_reason=emission.stop_reason,
-        speculation=emission.speculation,
+        num_output_tokens=request.num_output_tokens,
+        finish_reason=end.finish_reason,
+        stop_reason=end.stop_reason,
+        speculation=request.counts.snapshot(),
         error=emission.error,
     )

@@ -115,10 +115,8 @@ class StepCost:
         """Of steps of `first` to `last` rows, each; never less for more rows."""
         if not self._costs:
             return [1.0] * (last - first + 1)
-        if self._line is None:
-            self._line = self._rising()
         scale = math.exp(self._level)
-        line = [scale * seconds for seconds in self._line]
+        line = [scale * seconds for seconds in self.refresh()]
         found: list[float] = []
         above = bisect_left(self._classes, first)  # the class that rows lie at or below
         for num_rows in range(first, last + 1):
@@ -131,6 +129,12 @@ class StepCost:
             share = (num_rows - low) / (high - low)
             found.append(line[above - 1] + share * (line[above] - line[above - 1]))
         return found
+
+    def refresh(self) -> list[float]:
+        """Have the line follow what was observed."""
+        if self._line is None:
+            self._line = self._rising()
+        return self._line
 
     def _rising(self) -> list[float]:
         """Seconds of each class without the level. Where costs contradict each other, more rows

@@ -5,10 +5,11 @@ occurrences the earliest. Drafts never run past the known tokens.
 
 Each request keeps running sums of its tokens, each times a power of its position, so the hash of
 any window is a difference of two sums. Places where the shortest suffix occurred are found by
-comparing hashes, all at once; the longest match among them by bisection, since what matches n
-tokens matches fewer. So neither a wide window nor a text that repeats itself makes a step slow, and
-a prompt is hashed once, outside the step. Equal hashes are taken for equal tokens: were that ever
-wrong, a draft would be, and the target checks drafts.
+comparing hashes, all at once. The longest match among them is found by looking at the tokens before
+each where they are few, else by bisection, since what matches n tokens matches fewer. So neither a
+wide window nor a text that repeats itself makes a step slow, and a prompt is hashed once, outside
+the step. Equal hashes are taken for equal tokens: were that ever wrong, a draft would be, and the
+target checks drafts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _Ends = npt.NDArray[np.intp]
 # Matches of fewer tokens than the first of these are told apart from longer ones, and so on.
 _LENGTHS: Final = (3, 4, 6, 10, 16)
 _NUM_COMPARED: Final = 16  # tokens of a match, and its occurrences
+# Up to so many places the tokens before each are looked at.
+_FEW_ENDS: Final = 8
 
 
 class _Agreement(IntEnum):
@@ -117,6 +120,7 @@ class _WindowHashes:
         self._sums: _Hashes = np.zeros(1, dtype=np.uint64)
         self._shortest: _Hashes = np.zeros(1, dtype=np.uint64)
         self._ends: _Ends = np.zeros(0, dtype=np.intp)
+        self._token_ids = token_ids
         self.extend(token_ids)
 
     def _grow(self, num_tokens: int) -> None:
@@ -129,13 +133,16 @@ class _WindowHashes:
 
     def extend(self, token_ids: Int32Array) -> None:
         """Take in all of `token_ids`; those known already are not looked at again."""
+        self._token_ids = token_ids
         old, new = self._num_tokens, len(token_ids)
+        if new == old:
+            return
         if new >= len(self._sums):
             self._grow(new)
         sums, width = self._sums, self._min_n
         terms = token_ids[old:].astype(np.uint64) * self._powers[old:new]
-        np.cumsum(terms, out=sums[old + 1 : new + 1])
-        sums[old + 1 : new + 1] += sums[old]
+        terms[:1] += sums[old : old + 1]
+        np.add.accumulate(terms, out=sums[old + 1 : new + 1])
         first = max(old + 1, width)
         if first <= new:
             window = sums[first : new + 1] - sums[first - width : new + 1 - width]
@@ -153,27 +160,35 @@ class _WindowHashes:
         compared, and how the text went on at the first ends of that suffix."""
         if not len(self._ends):
             return 0, _Agreement.ONCE
-        end, last = int(self._ends[0]), self._num_tokens
-        width = min(end, _NUM_COMPARED)
-        same = self._tokens(np.arange(end - width, end)) == self._tokens(
-            np.arange(last - width, last)
-        )
-        num_matching = width if same.all() else int(np.argmin(same[::-1]))
+        num_matching = self._num_matching(int(self._ends[0]))
         if len(self._ends) == 1:
             return num_matching, _Agreement.ONCE
-        following = self._tokens(self._ends)
-        is_alike = bool((following == following[0]).all())
-        return num_matching, _Agreement.ALIKE if is_alike else _Agreement.APART
+        following = set(self._token_ids[self._ends].tolist())
+        return num_matching, _Agreement.ALIKE if len(following) == 1 else _Agreement.APART
 
-    def _tokens(self, positions: _Ends) -> _Hashes:
-        return (self._sums[positions + 1] - self._sums[positions]) * self._inverses[positions]
+    def _num_matching(self, end: int) -> int:
+        """How many tokens before `end` are the last ones too, as far as they are compared."""
+        before = self._token_ids[max(end - _NUM_COMPARED, 0) : end].tolist()
+        newest = self._token_ids[self._num_tokens - len(before) :].tolist()
+        count = 0
+        for there, here in zip(reversed(before), reversed(newest), strict=True):
+            if there != here:
+                break
+            count += 1
+        return count
 
     def _best_ends(self, max_n: int) -> _Ends:
         """All ends, ascending, of the longest suffix that occurs there."""
         last, width = self._num_tokens, self._min_n
         if last <= width:
             return np.zeros(0, dtype=np.intp)
-        ends = np.flatnonzero(self._shortest[width:last] == self._shortest[last]) + width
+        ends = (self._shortest[width:last] == self._shortest[last]).nonzero()[0] + width
+        if len(ends) < 2:
+            return ends
+        if len(ends) <= _FEW_ENDS and max_n <= _NUM_COMPARED:
+            lengths = [min(self._num_matching(end), max_n) for end in ends.tolist()]
+            longest = max(lengths)
+            return ends[[length == longest for length in lengths]]
         longest, too_long = width, min(max_n, last - 1) + 1
         n = too_long - 1  # first: where a text repeats itself it is the answer
         while len(ends) and longest + 1 < too_long:

@@ -60,7 +60,9 @@ class Server:
             drafts = np.array([*text[:right], *[-1] * (self.k - right)], dtype=np.int32)
             accepted = min(right, k)
             at_hand = drafts if self.draft_s is None else drafts[:0]
-            self.goodput.observe_run(request, at_hand, k, accepted, text[: accepted + 1])
+            self.goodput.observe_run(
+                request, at_hand, k, accepted, text[: accepted + 1], request.level
+            )
             self.num_tokens += accepted + 1
             self.ends[i] += accepted + 1
         self.seconds += seconds
@@ -239,19 +241,19 @@ def tokens(*ids: int) -> np.ndarray:
 
 def test_drafts_that_are_not_sent_are_compared_with_what_comes():
     goodput, request = Goodput(4), RequestRates()
-    goodput.observe_run(request, tokens(1, 2, 3, 4), 0, 0, [1])
+    goodput.observe_run(request, tokens(1, 2, 3, 4), 0, 0, [1], request.level)
     assert counts(goodput) == ([1, 0, 0, 0], [1, 0, 0, 0])
-    goodput.observe_run(request, tokens(), 0, 0, [2])
-    goodput.observe_run(request, tokens(), 0, 0, [9])
+    goodput.observe_run(request, tokens(), 0, 0, [2], request.level)
+    goodput.observe_run(request, tokens(), 0, 0, [9], request.level)
     assert counts(goodput) == ([1, 1, 1, 0], [1, 1, 0, 0])
     assert request.watched is None
     # Sent in part: what was sent is judged by the verdict, the next one by the token that came.
-    goodput.observe_run(request, tokens(1, 2, 3, 4), 2, 2, [1, 2, 3])
+    goodput.observe_run(request, tokens(1, 2, 3, 4), 2, 2, [1, 2, 3], request.level)
     assert counts(goodput) == ([2, 2, 2, 0], [2, 2, 1, 0])
-    goodput.observe_run(request, tokens(), 0, 0, [4])
+    goodput.observe_run(request, tokens(), 0, 0, [4], request.level)
     assert counts(goodput) == ([2, 2, 2, 1], [2, 2, 1, 1]) and request.watched is None
     # Rejected in the middle: nothing is known of those behind it.
-    goodput.observe_run(request, tokens(1, 2, 3, 4), 3, 1, [1, 7])
+    goodput.observe_run(request, tokens(1, 2, 3, 4), 3, 1, [1, 7], request.level)
     assert counts(goodput) == ([3, 3, 2, 1], [3, 2, 1, 1]) and request.watched is None
 
 

@@ -220,6 +220,7 @@ def test_tokens_of_one_rank(
         spec = {**spec, "model": str(tiny_pair[1])}
     with running(ranks, config(tiny_pair[0], size, spec, **extra)) as engine:
         assert answers(engine) == expected
+        assert engine.stats.forward_gap_s.count > 0
         stats = engine.status().stats
         if spec is not None:
             assert stats["num_draft_tokens"] > 0
