@@ -16,7 +16,7 @@ class LogitsRow(NamedTuple):
     """Whose row it is, and the position of the token that it samples.
 
     `draft_id`: the draft token that took this position, -1 where there is none (the bonus row).
-    `index`: the row's place in its request's run, 0 for the first. `step`: part of the key of
+    `place`: the row's place in its request's run, 0 for the first. `step`: part of the key of
     every draw but the target's own sample; 0 where the method draws by position alone.
     `history`: tokens before `position`, drafts of the run included, where the request's
     processors read them.
@@ -25,7 +25,7 @@ class LogitsRow(NamedTuple):
     params: SlotParams
     position: int
     draft_id: int = -1
-    index: int = 0
+    place: int = 0
     step: int = 0
     history: Int32Array | None = None
 

@@ -182,13 +182,14 @@ class _WindowHashes:
         last, width = self._num_tokens, self._min_n
         if last <= width:
             return np.zeros(0, dtype=np.intp)
-        ends = (self._shortest[width:last] == self._shortest[last]).nonzero()[0] + width
+        ends: _Ends = (self._shortest[width:last] == self._shortest[last]).nonzero()[0] + width
         if len(ends) < 2:
             return ends
         if len(ends) <= _FEW_ENDS and max_n <= _NUM_COMPARED:
             lengths = [min(self._num_matching(end), max_n) for end in ends.tolist()]
             longest = max(lengths)
-            return ends[[length == longest for length in lengths]]
+            chosen: _Ends = ends[[length == longest for length in lengths]]
+            return chosen
         longest, too_long = width, min(max_n, last - 1) + 1
         n = too_long - 1  # first: where a text repeats itself it is the answer
         while len(ends) and longest + 1 < too_long:

@@ -37,7 +37,7 @@ def test_rows_of_a_mixed_batch() -> None:
         CPU,
         step=6,
     )
-    told = [(r.params.slot, r.position, r.draft_id, r.index, r.step) for r in batch.rows]
+    told = [(r.params.slot, r.position, r.draft_id, r.place, r.step) for r in batch.rows]
     assert told == [(0, 10, 51, 0, 6), (0, 11, 52, 1, 6), (0, 12, -1, 2, 6), (2, 5, -1, 0, 6)]
     assert all(row.history is None for row in batch.rows)
     assert batch.logits_indices.tolist() == [0, 1, 2, 7]
@@ -67,7 +67,7 @@ def test_history_is_what_stands_before_the_row(data: st.DataObject) -> None:
         assert other.history is None and len(rows) == 1 + len(drafts)
         for i, row in enumerate(rows):
             before = [*known, *drafts[:i]]
-            assert row.position == len(before) and row.index == i
+            assert row.position == len(before) and row.place == i
             assert row.history is not None and row.history.tolist() == before
             assert row.draft_id == (drafts[i] if i < len(drafts) else -1)
         accepted = data.draw(st.integers(0, len(drafts)))
