@@ -460,7 +460,7 @@ class _Batch:
         """Be what layers are called with now; `address` stays."""
         self._args, self._kwargs = args, kwargs
         self._kept = [x.contiguous() for x in _row_tensors(args, kwargs)]
-        self._pointers[:] = [x.data_ptr() for x in self._kept]  # type: ignore[assignment]
+        self._pointers[:] = [x.data_ptr() for x in self._kept]
         self.num_reqs: int = kwargs["seq_lens"].shape[0]
         self.max_blocks: int = kwargs["block_table"].shape[1]
 

@@ -25,7 +25,8 @@ class EntryRows(NamedTuple):
     num_logits: int
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Span:
     """One request's rows in a batch: `count` from row `first` on, at positions from `start` on."""
 
     start: int

@@ -182,7 +182,7 @@ class _WindowHashes:
         last, width = self._num_tokens, self._min_n
         if last <= width:
             return np.zeros(0, dtype=np.intp)
-        ends = (self._shortest[width:last] == self._shortest[last]).nonzero()[0] + width
+        ends: _Ends = (self._shortest[width:last] == self._shortest[last]).nonzero()[0] + width
         if len(ends) < 2:
             return ends
         if len(ends) <= _FEW_ENDS and max_n <= _NUM_COMPARED:
