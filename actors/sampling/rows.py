@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy.typing as npt
 
@@ -12,7 +13,8 @@ from actors.steps.messages import Int32Array, SlotParams
 GREEDY_TEMPERATURE = 1e-5
 
 
-class LogitsRow(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LogitsRow:
     """Whose row it is, and the position of the token that it samples.
 
     `draft_id`: the draft token that took this position, -1 where there is none (the bonus row).
