@@ -135,6 +135,7 @@ class Paceline:
         }  # fmt: skip
         args: dict[str, Any] = {"model": model, "max_model_len": 2048, "max_num_seqs": seats}
         args |= {"dtype": "float32", "device": "cpu", "speculative_config": ngram}
+        args |= {"enable_prefix_caching": False}  # as for all the others
         self._engine = build_in_process(EngineArgs(**args).resolve())
 
     def run(
