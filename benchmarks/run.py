@@ -393,9 +393,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--default-spin", action="store_true", help="leave OpenMP's own spinning")
+    parser.add_argument("--spin", type=int, help="GOMP_SPINCOUNT instead of the product's")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     wanted = compute_environment(options.threads)
+    if options.spin is not None:
+        wanted["GOMP_SPINCOUNT"] = str(options.spin)
     if options.default_spin:
         wanted.pop("GOMP_SPINCOUNT")
     if any(os.environ.get(k) != v for k, v in wanted.items()):

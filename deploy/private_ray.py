@@ -20,7 +20,7 @@ import psutil
 
 import deploy
 from deploy.errors import UserError, one_line
-from deploy.serve_options import set_options
+from deploy.serve_options import set_options, unset_options
 from deploy.stops import Stops
 from parallel.owned_dir import OwnedDir, remove_ownerless
 from parallel.transport.socket import SocketDir
@@ -131,8 +131,7 @@ class PrivateRay:
     def end(self) -> None:
         """End its processes and remove its folder, and what killed replicas left behind."""
         self._end_processes()
-        self._folder.close()
-        SocketDir.remove_ownerless()
+        self._remove()
 
     def _end_processes(self) -> None:
         started = self.processes()
@@ -146,8 +145,12 @@ class PrivateRay:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(started, timeout=2)
+        self._remove()
+
+    def _remove(self) -> None:
         self._folder.close()
         SocketDir.remove_ownerless()
+        unset_options()
 
 
 @contextlib.contextmanager

@@ -43,6 +43,12 @@ def set_options(folder: Path) -> None:
             _set_here.add(name)
 
 
+def unset_options() -> None:
+    """Take back what is set: processes that are started later are told by their own."""
+    while _set_here:
+        os.environ.pop(_set_here.pop(), None)
+
+
 def _haproxy_options(folder: Path) -> dict[str, str]:
     """Serve's defaults are paths and ports that two servers of one machine would share."""
     metrics_port, stats_port = _free_ports(2)

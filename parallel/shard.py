@@ -340,17 +340,17 @@ def _set_head_counts(attention: nn.Module, config: Any, plan: ShardPlan) -> None
 def _split_embedding(module: nn.Embedding, rows: tuple[int, int], group: TPGroup) -> None:
     """Each rank looks up its own ids; the others' rows are zero before the sum.
 
-    The class's own forward runs, so that scaled embeddings keep their scale.
+    The class's own forward runs, so that scaled embeddings keep their scale: the one that it has
+    when it is called, since a table that is packed later is of another class.
     """
     begin, end = rows
     module.num_embeddings = end - begin
     module.padding_idx = None
-    lookup = type(module).forward
 
     def forward(input_ids: Tensor) -> Tensor:
         local = input_ids - begin
         outside = (local < 0) | (local >= end - begin)
-        found = lookup(module, local.masked_fill(outside, 0))
+        found = type(module).forward(module, local.masked_fill(outside, 0))
         return group.all_reduce(found.masked_fill(outside[..., None], 0.0))
 
     module.forward = forward  # type: ignore[method-assign, assignment]

@@ -31,6 +31,8 @@ def test_each_private_ray_has_files_and_ports_of_its_own(tmp_path: Path) -> None
         assert all(path.startswith(str(tmp_path / name / "haproxy")) for path in haproxy_paths())
         ports |= {v for n, v in os.environ.items() if n.endswith("_PORT")}
     assert len(ports) >= 2 and not ports & {"9101", "8404"}
+    serve_options.unset_options()
+    assert not [name for name in os.environ if name.startswith("RAY_")]
 
 
 def test_who_sets_an_option_has_the_last_word(tmp_path: Path) -> None:
